@@ -42,6 +42,7 @@ from dgc.engine.buckets import keep_states, plan_buckets
 from dgc.engine.loop import Engine
 from dgc.engine.options import unique_prefix
 from dgc.engine.state import Identity, compare_steps, identified, verified
+from dgc.engine.steps import AwaitedStep
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,7 @@ class PowerSGD(Aggregator):
         self._states = self._exchange.planned[0].states
         self.transport, self.meter = self._exchange.transport, self._exchange.meter
         self.step_counter, self._compares_steps = 0, True
+        self._awaited_step = AwaitedStep(self.params)
 
     def aggregate(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
         """After NonFiniteGradientError the errors are as if NaN and inf had been 0 and nothing had been sent."""
@@ -122,6 +124,7 @@ class PowerSGD(Aggregator):
             self._compares_steps = False
         averages = self._exchange.average(gradients)
         self.step_counter += 1
+        self._awaited_step.begin()
         return averages
 
     def check_parameters(self, params: Sequence[Tensor]) -> None:
@@ -147,11 +150,18 @@ class PowerSGD(Aggregator):
         return self.uncompressed_num_floats / max(1, self.compressed_num_floats)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state. It differs between ranks: save it on each."""
+        """This rank's state. It differs between ranks: save it on each.
+
+        Raises:
+            RuntimeError: The optimizer has not taken its step on the last averages, or an exchange is incomplete.
+        """
+        self._exchange.check_idle("state_dict()")
+        self._awaited_step.check("state_dict()")
         return identified(self._states.state_dict(), self._identity())
 
     def load_state_dict(self, state: dict[str, Any], *, allow_other_rank: bool = False) -> None:
         """Load this rank's state, as `DistributedOptimizer.load_compression_state_dict`. Call it on every rank."""
+        self._exchange.check_idle("load_state_dict()")
         state, _ = verified(state, self._identity(), allow_other_rank)
         self._states.load_state_dict(state)
         self.step_counter = max(self._states[plan.bucket].steps for plan in self._exchange.planned)
@@ -189,6 +199,9 @@ class _Exchange:
         keep_states(self.planned, transport.size, transport.rank)
         self._engine = Engine([[plan] for plan in self.planned], transport, self.meter, prefix)
 
+    def check_idle(self, call: str) -> None:
+        self._engine.check_idle(call, is_running=False)
+
     @torch.no_grad()
     def average(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
         if len(gradients) != len(self._shapes):
@@ -197,13 +210,14 @@ class _Exchange:
             if g is not None and g.shape != shape:
                 raise ValueError(f"gradient {i} has shape {tuple(g.shape)}, not {tuple(shape)}")
         views: dict[int, Tensor] = {}
-        for b, plan in enumerate(self.planned):
-            for segment in plan.bucket.segments:
-                i = self._numbers[segment.name]
-                g, views[i] = gradients[i], segment.of(plan.bucket.flat)
-                views[i].zero_() if g is None else views[i].copy_(g)
-            self._engine.start(b)
-        outcome = self._engine.finish()
+        with self._engine.intact:
+            for b, plan in enumerate(self.planned):
+                for segment in plan.bucket.segments:
+                    i = self._numbers[segment.name]
+                    g, views[i] = gradients[i], segment.of(plan.bucket.flat)
+                    views[i].zero_() if g is None else views[i].copy_(g)
+                self._engine.start(b)
+            outcome = self._engine.finish()
         for g in gradients:
             if g is not None:
                 g.zero_()

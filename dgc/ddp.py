@@ -38,6 +38,7 @@ from dgc.engine.options import (
     unique_prefix,
 )
 from dgc.engine.state import check_steps_per_epoch
+from dgc.engine.steps import AwaitedStep
 from dgc.versions import TorchRange
 
 # The private and young names that this file reads of torch. Others may be absent: a version without the options
@@ -275,6 +276,7 @@ class DDPExchange(HasGatheredState):
         model.register_comm_hook(self, _hook)
         model._comm_hooks = NoCopies(model._comm_hooks)
         claim(self._slots, model, "DDP")
+        self._awaited_step = AwaitedStep(self._slots)
 
     def add(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Take over the gradients of one of DDP's buckets. The future has their means after the last bucket."""
@@ -332,6 +334,9 @@ class DDPExchange(HasGatheredState):
             plan.bucket.destinations = None
         self._engine.reset()
 
+    def _check_taken(self, call: str) -> None:
+        self._awaited_step.check(call)
+
     def _check_idle(self, call: str) -> None:
         self._engine.check_idle(call, self._pass is not None and self._pass() is not None)
 
@@ -347,6 +352,7 @@ class DDPExchange(HasGatheredState):
             self._start(b)
         # before it rebuilds its buckets, DDP has one, in the order of the model
         outcome = self._engine.finish(learn=len(self._buffers) > 1)
+        self._awaited_step.begin()
         for plan, result in outcome.results:
             if outcome.nonfinite is None:
                 self._write(plan, result)

@@ -123,6 +123,10 @@ class Intact:
         self._reason = ""
         self._grad_modes: list[bool] = []  # of the caller, for each entry
 
+    @property
+    def is_entered(self) -> bool:
+        return bool(self._grad_modes)
+
     def fail(self, reason: str) -> None:
         """Let `check` raise from here on. The first reason remains."""
         self._reason = self._reason or reason

@@ -44,6 +44,7 @@ from dgc.comm.transport import Transport
 from dgc.compression.protocol import DenseResult, Result, check_means
 from dgc.engine.buckets import PlannedBucket
 from dgc.engine.state import BucketStates
+from dgc.engine.steps import check_not_running
 
 NO_STREAM = nullcontext()
 COMMUNICATORS = 3  # few methods have more rounds. With torch.distributed each has connections of its own.
@@ -246,12 +247,8 @@ class Engine:
 
     def check_idle(self, call: str, is_running: bool) -> None:
         """Raise RuntimeError if `call` would meet an incomplete step. Nothing changes if the step still runs."""
-        if self.in_flight and is_running:
-            raise RuntimeError(
-                f"{call} while gradients are exchanged: some buckets are in the state before this step, and "
-                "others in that after it. Call it when the step is complete: a hook or a signal handler can set a "
-                "flag for that"
-            )
+        self.intact.check()
+        check_not_running(call, self.intact.is_entered or (self.in_flight and is_running))
         self.check_ended("backward()")
 
     def reset(self) -> None:

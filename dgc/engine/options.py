@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping, Sequence
 from numbers import Real
 from typing import Any, Protocol, runtime_checkable
-from weakref import WeakKeyDictionary, WeakMethod, WeakSet, ref
+from weakref import WeakKeyDictionary, WeakMethod, WeakSet, finalize, ref
 
 import torch
 from torch import Tensor
@@ -486,4 +486,6 @@ def observe_steps(check: Callable[[Optimizer], None]) -> Any:
         if (observed := reference()) is not None and not getattr(optimizer, "is_part_of_another", False):
             observed(optimizer)
 
-    return register_optimizer_step_pre_hook(before_step)
+    handle = register_optimizer_step_pre_hook(before_step)
+    finalize(check.__self__, handle.remove)  # type: ignore[attr-defined]
+    return handle

@@ -387,6 +387,9 @@ class HasCompression:
     def _check_idle(self, call: str) -> None:
         """Raise RuntimeError if `call` would meet a step that is not complete. Adapters say when that is."""
 
+    def _check_taken(self, call: str) -> None:
+        """Raise RuntimeError if the optimizer has not used the last means yet. Adapters say when that is."""
+
     def _identity(self) -> Identity:
         ranks, named = self._ranks, named_methods(self._methods)
         step = self._steps if self._takes_common_steps else None
@@ -436,9 +439,11 @@ class HasCompression:
 
         Raises:
             RuntimeError: Gradients are being exchanged, so that a part of the residual is that before the step. Or
-                an exception has ended an earlier step.
+                they have been exchanged, and the optimizer's step() has not followed yet, so that the weights are
+                those before it. Or an exception has ended an earlier step.
         """
         self._check_idle("compression_state_dict()")
+        self._check_taken("compression_state_dict()")
         states = {name: method.state_dict() for name, method in named_methods(self._methods).items()}
         part = {} if self.part is None else {"part": self.part}
         return identified({**states, **part, **self._epochs.state_dict()}, self._identity())
@@ -455,7 +460,7 @@ class HasCompression:
 
         Raises:
             ValueError: The state is that of another rank, of another method or model, or of other settings.
-            RuntimeError: As `compression_state_dict`.
+            RuntimeError: Gradients are being exchanged, or an exception has ended an earlier step.
         """
         require("True or False", FLAG, allow_other_rank=allow_other_rank)
         self._check_idle("load_compression_state_dict()")

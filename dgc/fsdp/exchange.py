@@ -54,6 +54,7 @@ from dgc.engine.options import (
     unique_prefix,
 )
 from dgc.engine.state import check_steps_per_epoch
+from dgc.engine.steps import AwaitedStep
 from dgc.fsdp.shards import (
     ParameterGroup,
     Place,
@@ -250,7 +251,7 @@ class FSDPExchange(HasGatheredState):
         self._expected: list[int] | None = None  # the same, of the first pass
         self._end: weakref.ref[Callable[[], None]] | None = None  # of this backward pass, while that has not ended
         self._momentum: WeakKeyDictionary[Optimizer, MomentumCheck] = WeakKeyDictionary()
-        self._handle = observe_steps(self.check_step)
+        self._handle, self._awaited_step = observe_steps(self.check_step), AwaitedStep(self._parameters)
         self._side = side = self._engine.streams.get(groups[0].device)
         for g, group in enumerate(groups):
             group.install(partial(self._take, g), side.stream if side else None)
@@ -321,6 +322,7 @@ class FSDPExchange(HasGatheredState):
         with self._side.after_caller() if self._side else nullcontext():
             self._start(self._engine.order.start(only_full=False))
             outcome = self._engine.finish(not is_first, self._reason)
+            self._awaited_step.begin()
             if is_first:
                 self._expected = [max(1, parts) for parts in self._parts]
                 self._engine.order = StartOrder(self._expected, self._ranks, self._name)
@@ -357,6 +359,9 @@ class FSDPExchange(HasGatheredState):
             raise NonFiniteGradientError(reason)
         if self.dropped_steps == 1 and not self._loss_scale.enabled and self._ranks.rank == 0:
             warn_of_drop(reason, "every rank drops this step, in which every .grad is None")
+
+    def _check_taken(self, call: str) -> None:
+        self._awaited_step.check(call)
 
     def _check_idle(self, call: str) -> None:
         self._engine.check_idle(call, self._end is not None and self._end() is not None)

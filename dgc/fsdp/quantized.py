@@ -49,6 +49,7 @@ from dgc.comm.meter import TrafficMeter
 from dgc.compression.protocol import NonFiniteGradientError
 from dgc.engine.loop import LossScale, warn_of_drop
 from dgc.engine.options import check_nonfinite
+from dgc.engine.steps import AwaitedStep, check_not_running
 from dgc.fsdp.shards import ParameterGroup, Place, parameter_groups, sharded_like
 from dgc.gossip.model import local
 from dgc.kernels import BlockCode, usable
@@ -405,6 +406,10 @@ class FSDPQuantizer:
         self._sum: _Sum | None = None
         self._memory: dict[str, Tensor] = {}
         self._end: weakref.ref[Callable[[], None]] | None = None  # of this backward pass, while that has not ended
+        self._awaited_step = AwaitedStep(p for group in self._groups for p in group.parameters)
+
+    def _is_running(self) -> bool:
+        return self._end is not None and self._end() is not None
 
     def _check_settings(self, own: Mapping[str, object]) -> None:
         found = self._of_each_rank(own)
@@ -420,7 +425,7 @@ class FSDPQuantizer:
 
     def begin(self) -> None:
         """Begin a backward pass, unless that has been done."""
-        if self._end is not None and self._end() is not None:
+        if self._is_running():
             return
         for group in self._groups:
             group.check_not_replaced("quantize")
@@ -499,6 +504,7 @@ class FSDPQuantizer:
             for collective in self._sums if problem is None else ():
                 if collective.changed is not None:
                     collective.kept = collective.changed
+            self._awaited_step.begin()
         finally:
             self._forget()
         if problem is not None:
@@ -537,7 +543,12 @@ class FSDPQuantizer:
         Returns:
             "errors": The mean error over the ranks by parameter name, sharded as the parameter. "ranks": That of
             each rank, [ranks, ...], which is empty without `of_each_rank`.
+
+        Raises:
+            RuntimeError: It is called between backward() and the optimizer's step().
         """
+        check_not_running("state_dict()", self._is_running())
+        self._awaited_step.check("state_dict()")
         errors, each = dict[str, DTensor](), dict[str, DTensor]()
         for own in self._sums if self.error else ():
             whole, parts = own.error(own.kept).view(own.layout.ranks, -1), own.parts(own.exact())
@@ -562,6 +573,7 @@ class FSDPQuantizer:
             ValueError: On every rank, if the state of one has not the error of these parameters, was saved with
                 another `error`, or is damaged. Nothing is changed then.
         """
+        check_not_running("load_state_dict()", self._is_running())
         exact, problem = False, None
         try:
             exact = self._check_state(state)

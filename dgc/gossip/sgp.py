@@ -270,7 +270,7 @@ class SGP(Gossip):
             for source, (x, w) in (self._received or {}).items()
         }
         state = {"z": self.z, "x": self.z * self.w, "size": self.size, "w": fp64(self.w), "received": received}
-        return {**state, "round": self.round, "graph_epoch": self._graph_epoch}
+        return {**state, "round": self.round, "graph_epoch": self._graph_epoch, "in_step": self._in_step}
 
     def _check_content(self, state: Mapping[str, Any]) -> None:
         if not state["w"] > 0:
@@ -294,7 +294,7 @@ class SGP(Gossip):
         self.model.scatter()
         self._received = received or None
         self.round, self.staleness = state["round"], 0
-        self._graph_epoch, self._conversation, self._in_step = state["graph_epoch"], None, False
+        self._graph_epoch, self._conversation, self._in_step = state["graph_epoch"], None, state["in_step"]
 
 
 def fp64(w: float) -> Float64[Tensor, ""]:

@@ -55,6 +55,7 @@ from dgc.engine.options import (
     unique_prefix,
 )
 from dgc.engine.state import check_steps_per_epoch
+from dgc.engine.steps import check_taken
 from dgc.optim.broadcast import create_state
 from dgc.optim.wrapper import Wrapper
 
@@ -386,10 +387,12 @@ class DistributedOptimizer(Wrapper):
                 if p not in self._slots:
                     p.grad = None  # always: a zero gradient would decay frozen parameters
 
-    def compression_state_dict(self) -> dict[str, Any]:
-        """Return this rank's residual. It differs between ranks: save it on each, or use `gather_state`."""
-        self._engine.intact.check()
-        return super().compression_state_dict()
+    def _check_idle(self, call: str) -> None:
+        self._engine.check_idle(call, is_running=True)
+
+    def _check_taken(self, call: str) -> None:
+        if self._averaged and not self._dropped:
+            check_taken(call, self._slots)
 
     def close(self) -> None:
         """Remove the hooks from the parameters, so that another DistributedOptimizer can wrap them."""

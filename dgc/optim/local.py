@@ -36,6 +36,7 @@ from dgc.engine.options import (
     warn_of_unsuited,
 )
 from dgc.engine.state import check_is_state, identity_of
+from dgc.engine.steps import check_not_running
 from dgc.gossip.model import FlatModel, local
 from dgc.gossip.protocol import Gossip, UsesOptimizer
 from dgc.optim.wrapper import Wrapper
@@ -359,11 +360,15 @@ class LocalOptimizer(Wrapper):
 
         Of a sharded model they are plain tensors, this rank's shards.
         """
-        self._intact.check()
+        self._check_idle("compression_state_dict()")
         self._gather()
         self.method.flush()
         own = with_tensors(lambda tensor: local(tensor).clone(), self.state_dict())
         return {**super().compression_state_dict(), "optimizer": own}
+
+    def _check_idle(self, call: str) -> None:
+        self._intact.check()
+        check_not_running(call, self._intact.is_entered)
 
     def load_compression_state_dict(self, state: dict[str, Any], *, allow_other_rank: bool = False) -> None:
         check_is_state(state)

@@ -1,5 +1,6 @@
 """How much of the library one step runs: files and functions of `dgc`, without the simulator."""
 
+import gc
 import sys
 from pathlib import Path
 from types import FrameType
@@ -32,6 +33,7 @@ def run_by_one_step(make: Any, sgd: Any, with_ddp: bool = False) -> set[tuple[st
         if event == "call" and ROOT in file.parents:
             seen.add((file.relative_to(ROOT).as_posix(), frame.f_code.co_qualname))
 
+    gc.collect()  # exchanges of other tests, which see the steps of all optimizers
     before = sys.getprofile()
     for step in range(4):
         sys.setprofile(profile if step == 3 else before)

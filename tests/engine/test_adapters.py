@@ -1,5 +1,6 @@
 """What all adapters have in common. Each trains the same small model, on one rank."""
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from states import assert_equal
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -61,7 +63,7 @@ class Trained:
         self.model(x).square().mean().backward()
 
     def state(self) -> Any:
-        return getattr(self.owner, "compression_state_dict", None) or self.owner.state_dict
+        return (getattr(self.owner, "compression_state_dict", None) or self.owner.state_dict)()
 
     def weights(self) -> list[Tensor]:
         return [getattr(p, "to_local", lambda p=p: p)().detach().clone() for p in self.model.parameters()]
@@ -132,3 +134,55 @@ def test_backward_and_step_inside_autocast_have_the_same_bits(transport: Transpo
             inside.backward(number)
             inside.step()
     assert all(map(torch.equal, inside.weights(), outside.weights()))
+
+
+# one rank has no quantized collectives: tests/parallel has theirs
+OTHERS = {name: build for name, build in ADAPTERS.items() if build is not in_quantized_fsdp}
+every_adapter_with_messages = pytest.mark.parametrize("build", OTHERS.values(), ids=OTHERS)
+TOO_EARLY = r"state_dict\(\) (while|between) .*set a flag, for the loop to save after step\(\)"
+
+
+@every_adapter_with_messages
+def test_a_state_inside_a_step_is_refused_and_training_goes_on(transport: Transport, build: Any) -> None:
+    own, other = build(transport), build(transport)
+
+    def save(*_: Any) -> None:
+        with pytest.raises(RuntimeError, match=TOO_EARLY):
+            own.state()
+
+    for number in range(3):
+        if number == 1:  # it is known then that this optimizer takes the steps
+            getattr(own.optimizer, "inner", own.optimizer).register_step_pre_hook(save)
+        for trained in (own, other):
+            trained.backward(number)
+            trained.step()
+    assert all(map(torch.equal, own.weights(), other.weights()))
+    assert_equal(own.state(), other.state())
+
+
+@every_adapter_with_messages
+def test_a_state_between_backward_and_step_is_refused_if_it_is_that_of_the_next_step(
+    transport: Transport, build: Any
+) -> None:
+    trained = build(transport)
+    trained.backward(0)
+    trained.step()
+    before = copy.deepcopy(trained.state())
+    trained.backward(1)
+    if build in (in_local_steps, in_aggregator):  # they use gradients in their step only
+        assert_equal(trained.state(), before)
+    else:
+        with pytest.raises(RuntimeError, match=TOO_EARLY):
+            trained.state()
+    trained.step()
+    trained.state()
+
+
+@pytest.mark.parametrize("build", [in_ddp, in_fsdp])
+def test_a_state_after_a_step_that_was_left_out_is_taken(transport: Transport, build: Any) -> None:
+    trained = build(transport)
+    trained.backward(0)
+    trained.step()
+    trained.backward(1)
+    trained.optimizer.zero_grad()
+    trained.state()

@@ -238,12 +238,19 @@ def farthest(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
     return max(off(x, y) for x, y in zip(a, b, strict=True))
 
 
+STOPS = ((False, False), (True, False), (True, True))
+
+
 def check_that_a_saved_state_goes_on(make: Any, size: int, steps: int, stop: int, local_size: Any = None) -> None:
-    def body(transport: LockstepTransport, stops: bool) -> Tensor:
+    """From a state that is saved after step(), and from one after the zero_grad() of the next step."""
+
+    def body(transport: LockstepTransport, stops: bool, within: bool) -> Tensor:
         own = make(transport)
         for step in range(steps):
             own.optimizer.begin_epoch(step // 5)
             if step == stop and stops:
+                if within:
+                    own.optimizer.zero_grad()
                 state = own.state()
                 own.optimizer.close()
                 own = make(transport).scatter(3).resume(state)
@@ -251,8 +258,9 @@ def check_that_a_saved_state_goes_on(make: Any, size: int, steps: int, stop: int
             own.step()
         return own.finish()
 
-    straight, stopped = (on(size, partial(body, stops=stops), local_size) for stops in (False, True))
-    assert same(straight, stopped)
+    runs = [partial(body, stops=stops, within=within) for stops, within in STOPS]
+    straight, stopped, stopped_within = (on(size, run, local_size) for run in runs)
+    assert same(straight, stopped) and same(straight, stopped_within)
 
 
 def check_that_means_stay(make: Any, seen: Any, steps: int, new: int) -> list[Tensor]:

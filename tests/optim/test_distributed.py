@@ -274,6 +274,29 @@ def test_gradients_set_by_hand_are_exchanged_where_they_are_zero_on_one_rank_too
     nets.assert_same(nets.run(2, body)[0], nets.trained_alone(2, range(4), loss=joint))
 
 
+def test_a_state_between_synchronize_and_step_is_refused_unless_the_step_is_left_out() -> None:
+    model, other, scaler = nets.net(), nets.net(), torch.amp.GradScaler("cpu")
+    optimizer, scaled = nets.wrap(model, nets.alone()), nets.wrap(other, nets.alone(), grad_scaler=scaler)
+    nets.loss_of(model, 0).backward()
+    optimizer.synchronize()
+    with pytest.raises(RuntimeError, match=r"between the exchange .*after step\(\), or after zero_grad\(\) if"):
+        optimizer.compression_state_dict()
+    with optimizer.skip_synchronize():
+        optimizer.step()
+    optimizer.compression_state_dict()
+    nets.loss_of(model, 1).backward()
+    optimizer.synchronize()
+    optimizer.zero_grad()
+    optimizer.compression_state_dict()
+    scaler.scale(nets.loss_of(other, 0)).backward()
+    scaled.synchronize()
+    other.last.bias.grad.fill_(float("inf"))  # beside the exchange, so that only the scaler leaves the step out
+    with scaled.skip_synchronize():
+        scaler.step(scaled)
+    scaler.update()
+    scaled.compression_state_dict()
+
+
 @nets.each_rank(2)
 def test_two_optimizers_on_one_transport(model: Any, transport: Any) -> None:
     first, last = (nets.wrap(module, transport) for module in (model.first, model.last))

@@ -238,6 +238,10 @@ def test_a_loaded_run_continues_bit_for_bit_also_on_fewer_ranks(
     quantizer.load_state_dict(loaded["gradients"])
     train(model, optimizer, inputs[3:])
     assert (digest([whole(model)]), exact_error(quantizer)) == end
+    handle = on_gradient(model[0], lambda gradient: refused("while gradients", quantizer.state_dict, RuntimeError))
+    loss_of(model, inputs[0]).backward()
+    handle.remove()
+    refused("between the exchange of the gradients and the optimizer's step()", quantizer.state_dict, RuntimeError)
     quantizer.close()
 
     two = kept("two", lambda: DeviceMesh("cpu", [0, 1]))

@@ -1,0 +1,65 @@
+"""Between which calls a state may be saved: after a step is complete, and before the next one begins."""
+
+from collections.abc import Iterable
+from typing import Any
+from weakref import finalize, ref
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+CURE = "A hook or a signal handler can set a flag, for the loop to save after step()"
+
+
+def check_not_running(call: str, is_running: bool) -> None:
+    """Raise RuntimeError if `call` would meet a step of which only a part is done."""
+    if is_running:
+        raise RuntimeError(
+            f"{call} while gradients are exchanged: some buckets are in the state before this step, and others in "
+            f"that after it. Call it when the step is complete. {CURE}"
+        )
+
+
+def check_taken(call: str, parameters: Iterable[Tensor]) -> None:
+    """Raise RuntimeError if the parameters, whose means no step has used yet, still have their gradients.
+
+    Gradients that are not finite are those of a step that is dropped, or that a GradScaler leaves out.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    plain = [g.to_local() if hasattr(g, "to_local") else g for g in gradients]
+    if plain and all(bool((g.coalesce().values() if g.is_sparse else g).isfinite().all()) for g in plain):
+        raise RuntimeError(
+            f"{call} between the exchange of the gradients and the optimizer's step(): the residual is that after "
+            "this step, and the weights are those before it. Call it after step(), or after zero_grad() if this "
+            f"step is left out. {CURE}"
+        )
+
+
+class AwaitedStep:
+    """Knows whether an optimizer still has to step on the means that were exchanged last.
+
+    Optimizers of torch are seen. If none has stepped on the parameters before, nothing is known.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]):
+        self._parameters, self._is_seen, self._awaits = set(parameters), False, False
+        reference = ref(self)
+
+        def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if (own := reference()) is not None:
+                own._after_step(optimizer)
+
+        finalize(self, register_optimizer_step_post_hook(after_step).remove)
+
+    def _after_step(self, optimizer: Optimizer) -> None:
+        if any(p in self._parameters for group in optimizer.param_groups for p in group["params"]):
+            self._is_seen, self._awaits = True, False
+
+    def begin(self) -> None:
+        """The gradients have been exchanged."""
+        self._awaits = self._is_seen
+
+    def check(self, call: str) -> None:
+        """Raise RuntimeError if `call` would combine the residual after a step with the weights before it."""
+        if self._awaits:
+            check_taken(call, self._parameters)
