@@ -53,6 +53,17 @@ def human_bytes(count: float) -> str:
     return f"{count:.{0 if count >= 99.95 else 1 if count >= 9.995 else 2}f} {unit}"
 
 
+def against_dense(wire: float, dense_wire: float, dense: str = "a dense fp32 all-reduce") -> str:
+    """Compare `wire` bytes with those of `dense`, `dense_wire`, which must be more than 0."""
+    if not wire:
+        return "nothing was sent"
+    if 0.95 < wire / dense_wire < 1.05:
+        return f"as many as {dense}"
+    if wire < dense_wire:
+        return f"{dense_wire / wire:.3g} times fewer than {dense}"
+    return f"{wire / dense_wire:.2g} times the bytes of {dense}"
+
+
 def human_time(seconds: float) -> str:
     """0.6319 -> '632 ms', 19.6075 -> '19.6 s': three digits."""
     if seconds >= 0.9995:

@@ -46,5 +46,4 @@ for epoch in range(start, epochs):
     if accelerator.is_main_process:
         newest.write_text(str(epoch + 1))  # last, so that it names a complete checkpoint
 
-sent, dense = exchange.meter.wire_bytes / 1e6, exchange.meter.dense_wire_bytes / 1e6
-accelerator.print(f"sent {sent:.2f} MB; dense fp32 gradients: {dense:.2f} MB")
+accelerator.print(exchange.meter.summary())

@@ -41,6 +41,5 @@ for epoch in range(epochs):
         print(f"epoch {epoch}: loss {losses[-1]:.4f}, test accuracy {accuracy:.1f} %")
 
 if rank == 0:
-    meter = exchange.meter
-    print(f"sent {meter.wire_bytes / 1e6:.2f} MB; dense fp32 gradients: {meter.dense_wire_bytes / 1e6:.2f} MB")
+    print(exchange.meter.summary())
 dist.destroy_process_group()

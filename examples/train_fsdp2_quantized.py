@@ -42,6 +42,5 @@ for epoch in range(epochs):
         print(f"epoch {epoch}: loss {losses[-1]:.4f}, test accuracy {accuracy:.1f} %")
 
 if rank == 0:
-    meter = quantizer.meter
-    print(f"sent {meter.wire_bytes / 1e6:.2f} MB; FSDP2 alone: {meter.dense_wire_bytes / 1e6:.2f} MB")
+    print(quantizer.meter.summary())
 dist.destroy_process_group()

@@ -52,5 +52,4 @@ for epoch in range(arguments.epochs):
         print(f"epoch {epoch}: loss {losses[-1]:.4f}, test accuracy {accuracy:.1f} %")
 
 if hvd.rank() == 0:
-    meter = optimizer.meter
-    print(f"sent {meter.wire_bytes / 1e6:.2f} MB; dense fp32 gradients: {meter.dense_wire_bytes / 1e6:.2f} MB")
+    print(optimizer.meter.summary())

@@ -20,6 +20,8 @@ numbered machine by machine.
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -29,6 +31,7 @@ from typing_extensions import assert_never
 
 from dgc.comm.requests import AllGather, AllReduce, AllToAll, Broadcast, Exchange, ReduceScatter, Request
 from dgc.comm.transport import Transport
+from dgc.units import against_dense, human_bytes
 
 PHASES = ("compress", "launch", "wait", "decode", "step")
 BYTES = ("payload_bytes", "wire_bytes", "cross_wire_bytes", "dense_wire_bytes", "dense_cross_wire_bytes")
@@ -133,7 +136,8 @@ class TrafficMeter:
         payload_bytes: Bytes that this rank contributed, with headers and padding.
         wire_bytes: Bytes that this rank sent.
         cross_wire_bytes: Those of them that went to other machines.
-        dense_wire_bytes: Bytes that a dense fp32 all-reduce would have sent.
+        dense: What `dense_wire_bytes` are those of, in words.
+        dense_wire_bytes: Bytes that it would have sent.
         dense_cross_wire_bytes: Those of them that would have gone to other machines.
         rounds: Number of rounds of requests.
         seconds: Host time per phase; on a GPU the work itself may still be running. "compress" computes a message,
@@ -143,6 +147,7 @@ class TrafficMeter:
     """
 
     local_size: int = 1
+    dense: str = "a dense fp32 all-reduce"
     payload_bytes: int = 0
     wire_bytes: float = 0.0
     cross_wire_bytes: float = 0.0
@@ -175,11 +180,30 @@ class TrafficMeter:
         self.dense_wire_bytes += dense
         self.dense_cross_wire_bytes += dense / self.local_size if size > self.local_size else 0
 
+    @contextmanager
+    def timing(self, phase: str, row: str) -> Iterator[None]:
+        """Add the time of what runs inside."""
+        start = perf_counter()
+        yield
+        self.add_time(phase, row, start, perf_counter())
+
     def add_time(self, phase: str, row: str, start: float, end: float) -> None:
         """Add the time of a phase. `row`: a bucket's name. `start`, `end`: time.perf_counter(), in seconds."""
         self.seconds[phase] += end - start
         if self.trace is not None:
             self.trace.add(phase, row, start, end)
+
+    def summary(self) -> str:
+        """Return the bytes that were sent, in one line: "sent 98.0 MB, 7.8 times fewer than ..."."""
+        if not self.wire_bytes:
+            return "sent nothing: there is no other rank, with FSDP2 no other machine, or no step was taken"
+        text = f"sent {human_bytes(self.wire_bytes)}"
+        if self.dense_wire_bytes:
+            text += f", {against_dense(self.wire_bytes, self.dense_wire_bytes, self.dense)}"
+        if self.dense_cross_wire_bytes and self.cross_wire_bytes != self.wire_bytes:
+            text += f"; to other machines {human_bytes(self.cross_wire_bytes)}, "
+            text += against_dense(self.cross_wire_bytes, self.dense_cross_wire_bytes, self.dense)
+        return text
 
     def state_dict(self) -> dict[str, float]:
         """Return the totals, without the seconds."""

@@ -158,22 +158,23 @@ class _ReduceScatter(_Collective):
             )
         owner.begin()
         backend = kernels.of(input_tensor)
-        if owner.scale.enabled:
-            owner.scale.divide_(input_tensor)
-        v = self.error(self.kept if self.changed is None else self.changed, owner.memory("v", input_tensor))
-        is_stored = owner.error == "float32"  # as it is
-        residual = torch.empty_like(v) if is_stored else owner.memory("residual", v) if owner.error else None
-        payload, room = blank(ranks, layout.row_bytes, v)
-        first = backend.blocks.add_encode_((input_tensor,), v, layout.rows, layout.code, room, residual)
-        if residual is not None:
-            self.changed = self.stored(residual)
-
-        self._envelope.seal_rows_(payload, first)
+        with owner.meter.timing("compress", self._what):
+            if owner.scale.enabled:
+                owner.scale.divide_(input_tensor)
+            v = self.error(self.kept if self.changed is None else self.changed, owner.memory("v", input_tensor))
+            is_stored = owner.error == "float32"  # as it is
+            residual = torch.empty_like(v) if is_stored else owner.memory("residual", v) if owner.error else None
+            payload, room = blank(ranks, layout.row_bytes, v)
+            first = backend.blocks.add_encode_((input_tensor,), v, layout.rows, layout.code, room, residual)
+            if residual is not None:
+                self.changed = self.stored(residual)
+            self._envelope.seal_rows_(payload, first)
         arrived, works = torch.empty_like(payload), list[dist.Work]()
-        if payload.is_cpu:
-            works = exchange_rows(arrived, payload, group, self.tag)
-        else:
-            dist.all_to_all_single(arrived.view(-1), payload.view(-1), group=group)
+        with owner.meter.timing("launch", self._what):
+            if payload.is_cpu:
+                works = exchange_rows(arrived, payload, group, self.tag)
+            else:
+                dist.all_to_all_single(arrived.view(-1), payload.view(-1), group=group)
         wire = (ranks - 1) * payload.shape[1]
         owner.count(payload.nbytes, wire, (ranks - 1) * input_tensor.nbytes / ranks)
 
@@ -189,7 +190,7 @@ class _ReduceScatter(_Collective):
             parts = [part[:size] for part, size in zip(padded, layout.sizes, strict=True)]
             torch._foreach_copy_(list(output_tensor.split(layout.sizes)), parts)
 
-        owner.finish_sum(_Sum(works, finish))
+        owner.finish_sum(_Sum(self._what, works, finish))
         # FSDP2 divides a sum after this call
         if not works or op != dist.ReduceOp.AVG or not self.group.takes_views_of(output_tensor):
             owner.finish_sum()
@@ -251,13 +252,15 @@ class _AllGather(_Collective):
             return work
         self._check(input_tensor, layout.numel)
         backend = kernels.of(input_tensor)
-        v = torch.empty(layout.numel, dtype=torch.float32, device=input_tensor.device)
-        first = backend.selection.assign_((input_tensor,), v)
-        (payload,), room = blank(1, layout.row_bytes, v)
-        backend.blocks.encode_(v, layout.row, layout.code, room, False)
-        self._envelope.seal_(payload, first)
+        with owner.meter.timing("compress", self._what):
+            v = torch.empty(layout.numel, dtype=torch.float32, device=input_tensor.device)
+            first = backend.selection.assign_((input_tensor,), v)
+            (payload,), room = blank(1, layout.row_bytes, v)
+            backend.blocks.encode_(v, layout.row, layout.code, room, False)
+            self._envelope.seal_(payload, first)
         arrived = payload.new_empty(layout.ranks, payload.numel())
-        work = dist.all_gather_single(arrived.view(-1), payload, group=group, async_op=payload.is_cpu)
+        with owner.meter.timing("launch", self._what):
+            work = dist.all_gather_single(arrived.view(-1), payload, group=group, async_op=payload.is_cpu)
         owner.count(payload.nbytes, others * payload.nbytes, others * input_tensor.nbytes)
 
         def finish() -> None:
@@ -271,9 +274,10 @@ class _AllGather(_Collective):
                     out.clamp_(-FP16, FP16)
                 output_tensor.copy_(out)
 
+        gathering = _Gathering(self._what, owner.meter, work, finish)
         if work is not None:
-            return _Gathering(work, finish)
-        finish()
+            return gathering
+        gathering.finish()
         return None
 
 
@@ -281,6 +285,7 @@ class _AllGather(_Collective):
 class _Sum:
     """A reduce-scatter whose rows are on the way. finish: Adds them up when they have arrived."""
 
+    what: str
     works: list[dist.Work]
     finish: Callable[[], None]
 
@@ -306,14 +311,20 @@ def exchange_rows(arrived: Tensor, rows: Tensor, group: Any, tag: int) -> list[d
 class _Gathering(dist.Work):
     """An all-gather that FSDP2 waits for when it needs the weights."""
 
-    def __init__(self, work: dist.Work, finish: Callable[[], None]):
+    def __init__(self, what: str, meter: TrafficMeter, work: dist.Work | None, decode: Callable[[], None]):
         super().__init__()
-        self._work, self._finish = work, finish
+        self._what, self._meter, self._work, self._decode = what, meter, work, decode
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        self._work.wait(timeout)
-        self._finish()
+        if self._work is not None:
+            with self._meter.timing("wait", self._what):
+                self._work.wait(timeout)
+        self.finish()
         return True
+
+    def finish(self) -> None:
+        with self._meter.timing("decode", self._what):
+            self._decode()
 
 
 @dataclass(frozen=True, eq=False)
@@ -374,7 +385,8 @@ class FSDPQuantizer:
             if not any(type(value) is type(choice) and value == choice for choice in allowed):
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {value!r}")
         self.error, self.scale = error, LossScale(grad_scaler, ())
-        self.meter, self.dropped_steps, self._nonfinite = TrafficMeter(), 0, nonfinite
+        self.meter, self.dropped_steps = TrafficMeter(dense="FSDP2's own collectives"), 0
+        self._nonfinite = nonfinite
         self._groups = parameter_groups(model, mesh="init_device_mesh(device, (ranks,))", frozen=True)
         self._mesh = self._groups[0].gathered[0].device_mesh
         settings = {name: value for name, (value, _) in choices.items()}
@@ -453,8 +465,10 @@ class FSDPQuantizer:
         """Finish the reduce-scatter that has not ended, and keep the following one."""
         last, self._sum = self._sum, following
         if last is not None:
-            last.wait()
-            last.finish()
+            with self.meter.timing("wait", last.what):
+                last.wait()
+            with self.meter.timing("decode", last.what):
+                last.finish()
 
     def _forget(self) -> None:
         if self._sum is not None:  # Gloo needs its memory until the messages have arrived
@@ -490,6 +504,7 @@ class FSDPQuantizer:
         self.meter.wire_bytes += wire
         self.meter.cross_wire_bytes += wire  # every rank counts as a machine
         self.meter.dense_wire_bytes += dense
+        self.meter.dense_cross_wire_bytes += dense
         self.meter.rounds += 1
 
     @torch.no_grad()

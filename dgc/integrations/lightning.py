@@ -20,6 +20,7 @@ from dgc.integrations import rank_files
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.utilities import rank_zero_info
 except ModuleNotFoundError as error:
     if error.name != "lightning":
         raise
@@ -91,6 +92,10 @@ class CompressionCallback(Callback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.exchange is not None:
             self.exchange.begin_epoch(trainer.current_epoch)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.exchange is not None:
+            rank_zero_info(f"compression: {self.exchange.meter.summary()}")
 
     def _follow(self, strategy: Any, rank: int) -> None:
         """Save and delete the file of this rank with each checkpoint."""

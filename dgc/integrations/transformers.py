@@ -149,3 +149,9 @@ class CompressionCallback(TrainerCallback):
         if self.exchange is not None and not args.save_only_model and not state.is_hyper_param_search:
             folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
             rank_files.save(self.exchange, lambda rank: folder / rank_files.file_name("exchange", rank))
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        if self.exchange is not None and state.is_world_process_zero:
+            print(f"compression: {self.exchange.meter.summary()}")  # as the Trainer prints its results

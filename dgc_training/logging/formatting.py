@@ -6,6 +6,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from dgc.units import against_dense as against_dense
 from dgc.units import human_bytes as human_bytes
 from dgc.units import plural as plural
 from dgc_training.config.layers import Stack
@@ -15,17 +16,6 @@ from dgc_training.constructors import import_target, signature
 def result_text(value: float) -> str:
     """A result of an evaluation: two decimals, or four below 10, where a percent of bits per character is 0.02."""
     return f"{value:.2f}" if abs(value) >= 10 else f"{value:.4f}"
-
-
-def against_dense(wire: float, dense_wire: float) -> str:
-    """Compares `wire` bytes with the wire bytes of a dense all-reduce, which must be more than 0."""
-    if not wire:
-        return "nothing was sent"
-    if 0.95 < wire / dense_wire < 1.05:
-        return "as many as a dense fp32 all-reduce"
-    if wire < dense_wire:
-        return f"{dense_wire / wire:.3g} times fewer than a dense fp32 all-reduce"
-    return f"{wire / dense_wire:.2g} times the bytes of a dense fp32 all-reduce"
 
 
 WIDTH = 80

@@ -103,3 +103,19 @@ def test_a_step_has_every_phase_of_every_bucket(tmp_path: Path) -> None:
     trace.save(path)
     document = json.loads(path.read_text())
     assert sum(e["ph"] == "X" for e in document["traceEvents"]) == 2 and document["droppedEvents"] == 3
+
+
+@pytest.mark.parametrize(
+    ("counts", "line"),
+    [
+        ({}, "sent nothing: there is no other rank, with FSDP2 no other machine, or no step was taken"),
+        ({"wire_bytes": 9.8e7}, "sent 98.0 MB"),
+        ({"wire_bytes": 9.8e7, "dense_wire_bytes": 7.64e8}, "sent 98.0 MB, 7.8 times fewer than dense"),
+        (
+            {"wire_bytes": 6e6, "dense_wire_bytes": 8e6, "cross_wire_bytes": 1e6, "dense_cross_wire_bytes": 4e6},
+            "sent 6.00 MB, 1.33 times fewer than dense; to other machines 1.00 MB, 4 times fewer than dense",
+        ),
+    ],
+)
+def test_the_summary_says_what_was_sent_in_one_line(counts: dict[str, float], line: str) -> None:
+    assert TrafficMeter(dense="dense", **counts).summary() == line  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 from collections import OrderedDict
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 import dgc_datasets.torchvision_compat  # noqa: F401  (Lightning and transformers import torchvision)
+from dgc.comm import TrafficMeter
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import DenseCompressor, PowerSGDCompressor
 from dgc.integrations import rank_files
@@ -231,3 +233,18 @@ def test_the_model_is_sharded_without_replicas_and_other_parallelism_is_refused(
     for config, enabled, message in [*others, *changed]:
         with pytest.raises(ValueError, match=f"does not support {message}"):
             parallelized(config, "model", dims_of(**enabled))
+
+
+@pytest.mark.parametrize("library", ["transformers", "lightning"])
+def test_the_callbacks_say_at_the_end_what_was_sent(
+    library: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip(library)
+    callback = import_module(f"dgc.integrations.{library}").CompressionCallback(DenseCompressor())
+    callback.exchange = cast(Any, SimpleNamespace(meter=TrafficMeter(wire_bytes=5e6, dense_wire_bytes=2e7)))
+    with caplog.at_level("INFO"):
+        for is_first in (True, False) if library == "transformers" else (True,):
+            state = SimpleNamespace(is_world_process_zero=is_first)
+            callback.on_train_end(*((None, state, None) if library == "transformers" else (None, None)))
+    said = capsys.readouterr().out if library == "transformers" else caplog.text
+    assert said.count("compression: sent 5.00 MB, 4 times fewer than a dense fp32 all-reduce") == 1

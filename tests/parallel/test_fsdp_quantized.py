@@ -161,7 +161,7 @@ def test_fp16_weights_that_round_beyond_its_largest_number_stay_finite(transport
 
 
 @on_ranks
-def test_bytes_are_those_of_the_formula(transport: Any) -> None:
+def test_bytes_are_those_of_the_formula_and_the_meter_has_seconds_and_the_bytes_of_fsdp2(transport: Any) -> None:
     for bits, block, weights in ((8, 256, None), (4, 128, 8), (4, 64, None)):
         model = build(sharded.of_all())
         quantizer = quantize(model, bits, weights, block=block)
@@ -173,7 +173,11 @@ def test_bytes_are_those_of_the_formula(transport: Any) -> None:
             for n, b, s in sends:
                 row = sum(-(-m // s) * (2 + s * b // 8) for m in shards)
                 formula += n * (24 + -(-row // 8) * 8)
-        assert quantizer.meter.payload_bytes == formula, (bits, block, weights)
+        meter = quantizer.meter
+        assert meter.payload_bytes == formula, (bits, block, weights)
+        assert meter.dense_cross_wire_bytes == meter.dense_wire_bytes > 0
+        assert all(meter.seconds[phase] > 0 for phase in ("compress", "launch", "wait", "decode"))
+        assert meter.summary().endswith("FSDP2's own collectives")
         quantizer.close()
 
 
