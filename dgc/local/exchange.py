@@ -64,6 +64,7 @@ class Fragment:
             flat = zeros(plan.bucket)
             parts |= {s.name: (s.of(flat), s.of(plan.bucket.flat)) for s in plan.bucket.segments}
         self.tensors = [(s, *parts[s.name]) for s in segments]
+        self._make_outer = outer
         self.optimizer = outer([z0 for z0, _ in parts.values()])
         if not isinstance(self.optimizer, Optimizer):
             raise ValueError(f"outer must return an optimizer of torch for tensors, not {self.optimizer!r}")
@@ -74,6 +75,17 @@ class Fragment:
         """Begin from z [n], a model that is the same on all ranks."""
         for segment, z0, _ in self.tensors:
             z0.copy_(segment.of(z))
+
+    def kept_keys(self) -> dict[str, set[str]]:
+        """What the outer optimizer keeps of each tensor after a step, by the names of both."""
+        small = [torch.zeros([1] * z0.dim(), dtype=z0.dtype) for _, z0, _ in self.tensors]
+        for (segment, _, _), tensor in zip(self.tensors, small, strict=True):
+            tensor.grad = None if segment.name in self.model.momenta else torch.zeros_like(tensor)
+        optimizer = self._make_outer(small)
+        for group in optimizer.param_groups:
+            group["inner_lr"] = 1.0
+        optimizer.step()
+        return {s.name: _keys(optimizer.state.get(t, {})) for (s, *_), t in zip(self.tensors, small, strict=True)}
 
     def fill(self, x: Tensor, bias: float | Tensor) -> None:
         """Store bias z0 - x, the pseudo-gradient, in the buckets.
@@ -290,7 +302,8 @@ class OuterExchange(ModelExchange):
             "means": {s.name: mean.clone() for f in self._in_flight() for s, _, mean in f.tensors},
         }
 
-    def check(self, state: Mapping[str, Any]) -> list[Callable[[], None]]:
+    def check(self, state: Mapping[str, Any], has_stepped: bool = False) -> list[Callable[[], None]]:
+        """has_stepped: Whether the outer optimizer of each fragment has taken a step."""
         z0, outer, means = state["z0"], state["outer"], state["means"]
         names = {name for fragment in self.fragments for name, _ in fragment.named}
         for part, saved in (("z0", z0), ("outer", outer)):
@@ -327,6 +340,13 @@ class OuterExchange(ModelExchange):
             ]
             if any(of != kinds[0] for of in kinds):
                 raise ValueError(f"outer states of parameters that are stepped together differ: they have {kinds}")
+            for name, keys in fragment.kept_keys().items():
+                if (found := _keys(outer[name])) != keys and (found or has_stepped):
+                    raise ValueError(
+                        f"the outer optimizer keeps {texts(keys)} of {name}, and the state has {texts(found)}: it "
+                        "was saved with another outer optimizer. Use that, or begin from the model alone, saved "
+                        "inside consensus()"
+                    )
         return super().check(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -345,6 +365,10 @@ class OuterExchange(ModelExchange):
                     fragment.optimizer.state[own] = deepcopy(outer[segment.name])
                 if i in numbers:
                     mean.copy_(means[segment.name])
+
+
+def _keys(state: Mapping[str, Any]) -> set[str]:
+    return {key for key, value in state.items() if value is not None}
 
 
 def _check_outer_state(name: str, state: Any, shape: Sequence[int]) -> None:

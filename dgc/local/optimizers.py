@@ -86,11 +86,11 @@ class _SlowMomentum(Optimizer):
             for z0 in group["params"]:
                 if z0.grad is None:
                     continue
-                if lr == 0:
-                    z0.sub_(z0.grad)  # the limit without momentum, which would grow without bound
-                    continue
                 state = self.state[z0]
                 if not state:
                     state["u"] = torch.zeros_like(z0)
+                if lr == 0:
+                    z0.sub_(z0.grad)  # the limit without momentum, which would grow without bound
+                    continue
                 u = state["u"].mul_(group["beta"]).add_(z0.grad, alpha=1 / lr)
                 z0.sub_(u, alpha=group["alpha"] * lr)

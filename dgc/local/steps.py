@@ -405,7 +405,10 @@ class OuterSteps(Gossip):
             check_tensor("z", state["z"], self.z.shape)
         else:
             self.base.loader(state["base"])
-        self.exchange.check(state)
+        # after these steps every fragment has landed, unless its exchange was dropped
+        last = self.warmup_steps + self.average_every + self.delay
+        check_count("dropped", state["dropped"])
+        self.exchange.check(state, has_stepped=state["steps"] >= last and not state["dropped"])
         return partial(torch.no_grad()(self._load), state)
 
     def _load(self, state: Mapping[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 import gc
 import warnings
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from inspect import Parameter, signature
@@ -291,6 +291,7 @@ class LocalOptimizer(Wrapper):
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._check_optimizer(state_dict)
         super().load_state_dict(state_dict)
         if self._momenta is not None:  # a state that is saved before the next step has them too
             self._momenta.attach()
@@ -376,16 +377,24 @@ class LocalOptimizer(Wrapper):
         if "optimizer" not in algorithm:
             raise ValueError("the state is not that of a LocalOptimizer: it has no optimizer state of this rank")
         optimizer = with_tensors(torch.clone, algorithm.pop("optimizer"))  # torch's optimizers keep the tensors
-        check_optimizer_state(self.inner, optimizer)
-        # before the optimizer, because it refuses other algorithms
-        super().load_compression_state_dict(algorithm, allow_other_rank=allow_other_rank)
-        self._load_optimizer(optimizer)
+        self._check_optimizer(optimizer)
+        # first, because only torch can say whether it takes it
+        with unchanged_on_error(self.inner):
+            self._load_optimizer(optimizer)
+            super().load_compression_state_dict(algorithm, allow_other_rank=allow_other_rank)
         if self._momenta is not None:
             self._momenta.attach(loads=False)  # the algorithm has loaded them
         self._begins = identity_of(state).step == 0  # the ranks may still begin from other weights
         self._loaded = None if self._begins else self._digest_of_parameters()
         self._is_settled = self._is_replaced = False
         self._start = None
+
+    def _check_optimizer(self, state: Any) -> None:
+        """Raise ValueError for a state that this rank's optimizer cannot have saved."""
+        check_optimizer_state(self.inner, state)
+        check_tensors(self.inner, state)
+        if self._momenta is not None:
+            self._momenta.check_state(state)
 
     def _load_optimizer(self, state: Any) -> None:
         load_optimizer_state(self.inner, state)
@@ -422,6 +431,21 @@ class Momenta:
         self.named = [(f"{name}.momentum", momentum) for name, _, momentum in self._parts]
         self.attach()
 
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError for a state of the optimizer that has more than momenta."""
+        names = {p: name for name, p, _ in self._parts}
+        for group, saved in zip(self._optimizer.param_groups, state["param_groups"], strict=False):
+            for p, i in zip(group["params"], saved.get("params", ()), strict=False):
+                if p in names:
+                    self._check_keys(names[p], state["state"].get(i, {}))
+
+    def _check_keys(self, name: str, state: Mapping[str, Any]) -> None:
+        if state.keys() - {BUFFER}:
+            raise ValueError(
+                f"average_momentum needs an optimizer that keeps a {BUFFER} and nothing else, such as SGD or "
+                f"Muon: {type(self._optimizer).__name__} keeps {sorted(state)} of {name}"
+            )
+
     @torch.no_grad()
     def attach(self, loads: bool = True) -> None:
         """Let the optimizer use these tensors. loads: with the values of those that it has made or loaded.
@@ -432,11 +456,7 @@ class Momenta:
             state = self._optimizer.state.get(p) or {}
             if state.get(BUFFER) is momentum:
                 continue
-            if state.keys() - {BUFFER}:
-                raise ValueError(
-                    f"average_momentum needs an optimizer that keeps a {BUFFER} and nothing else, such as SGD or "
-                    f"Muon: {type(self._optimizer).__name__} keeps {sorted(state)} of {name}"
-                )
+            self._check_keys(name, state)
             if state.get(BUFFER) is None:
                 # zeros would change the first step of an SGD with dampening; without a gradient there is no step
                 if p.grad is not None and local(momentum).any():
@@ -462,6 +482,35 @@ def warn_of_ddp(parameters: Container[Tensor]) -> None:
                 "or in its no_sync()",
                 stacklevel=4,
             )
+
+
+def check_tensors(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Raise ValueError for tensors that an optimizer cannot have kept: not finite, or of other parameters."""
+    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=False):
+        for p, i in zip(group["params"], saved.get("params", ()), strict=False):
+            for key, value in state["state"].get(i, {}).items():
+                if not isinstance(value, Tensor) or not value.dim():
+                    continue
+                what, own, part = f"{key} of parameter {i} of the optimizer's state", local(p), local(value)
+                fits = part.shape == own.shape
+                if key != BUFFER and not fits:  # factored moments have dimensions of size 1
+                    sizes = zip(part.shape, own.shape, strict=False)
+                    fits = part.dim() != own.dim() or all(a in (1, b) for a, b in sizes)
+                if not fits:
+                    raise ValueError(f"{what} has shape {tuple(part.shape)}, and the parameter {tuple(own.shape)}")
+                if not bool(part.isfinite().all()):
+                    raise ValueError(f"{what} has NaN or inf")
+
+
+@contextmanager
+def unchanged_on_error(optimizer: Optimizer) -> Iterator[None]:
+    """Context in which a state is loaded, and after an error the one before is back."""
+    before = {"state": optimizer.state, "param_groups": optimizer.param_groups}
+    try:
+        yield
+    except BaseException:
+        vars(optimizer).update(before)  # torch replaces both
+        raise
 
 
 def needs_closure(optimizer: Optimizer) -> bool:

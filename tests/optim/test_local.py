@@ -2,6 +2,7 @@
 
 import copy
 import io
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -312,3 +313,120 @@ def test_compiled_models_and_fused_optimizers_step_on_the_memory_of_the_model(tr
     for one in (own, other):
         one.steps(4)
     torch.testing.assert_close(own.z, other.z)
+
+
+def spoilt(state: Any, *path: Any, by: Callable[[Any], Any]) -> Any:
+    """A copy with the value at this place changed."""
+    whole = copy.deepcopy(state)
+    holder = whole
+    for key in path[:-1]:
+        holder = holder[key]
+    holder[path[-1]] = by(holder[path[-1]])
+    return whole
+
+
+def nan(tensor: Tensor) -> Tensor:
+    return torch.full_like(tensor, torch.nan)
+
+
+OUTER: dict[str, Callable[[], Any]] = {
+    "plain": lambda: OuterSteps(2),
+    "diloco": lambda: OuterSteps(2, None, Nesterov(), nets.top_k()),
+    "momentum": lambda: OuterSteps(2, None, Nesterov(), nets.top_k(), average_momentum=True),
+    "slowmo": lambda: OuterSteps(2, outer=SlowMo()),
+    "pga": lambda: OuterSteps(2, SGP()),
+    "sgp": SGP,
+    "0/1 adam": METHODS["0/1 adam"],
+}
+BUFFER = ("optimizer", "state", 0, "momentum_buffer")
+OF_OUTER = ("OuterSteps.0", "outer", "0.weight")
+WRONG: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
+    "momentum transposed": (
+        "diloco",
+        r"has shape \(6, 9\), and the parameter \(9, 6\)",
+        lambda s: spoilt(s, *BUFFER, by=lambda t: t.mT),
+    ),
+    "momentum of one element": (
+        "momentum",
+        r"has shape \(1, 1\)",
+        lambda s: spoilt(s, *BUFFER, by=lambda t: t[:1, :1]),
+    ),
+    "momentum with nan": (
+        "sgp",
+        "momentum_buffer of parameter 0 of the optimizer's state has NaN",
+        lambda s: spoilt(s, *BUFFER, by=nan),
+    ),
+    "moments of adam": (
+        "momentum",
+        "keeps .'exp_avg', 'momentum_buffer'. of 0.weight",
+        lambda s: spoilt(s, *BUFFER[:3], by=lambda d: {**d, "exp_avg": d["momentum_buffer"]}),
+    ),
+    "moment of another shape": (
+        "0/1 adam",
+        r"exp_avg of parameter 0 .* has shape \(9, 5\)",
+        lambda s: spoilt(s, *BUFFER[:3], "exp_avg", by=lambda t: t[:, :5]),
+    ),
+    "fewer groups": (
+        "diloco",
+        "is damaged, or that of other parameters",
+        lambda s: spoilt(s, "optimizer", "param_groups", by=lambda groups: []),
+    ),
+    "outer momentum of another shape": (
+        "diloco",
+        r"outer momentum_buffer of 0.weight has shape \(6, 9\)",
+        lambda s: spoilt(s, *OF_OUTER, "momentum_buffer", by=lambda t: t.mT),
+    ),
+    "outer momentum with nan": (
+        "momentum",
+        "outer momentum_buffer of 0.weight has NaN",
+        lambda s: spoilt(s, *OF_OUTER, "momentum_buffer", by=nan),
+    ),
+    "momentum of all with nan": ("momentum", "z has NaN", lambda s: spoilt(s, "OuterSteps.0", "z", by=nan)),
+    "no identity": (
+        "diloco",
+        "the state has no identity",
+        lambda s: {k: v for k, v in s.items() if k != "identity"},
+    ),
+    "residual": (
+        "diloco",
+        "errors of 0.weight has NaN|has NaN",
+        lambda s: spoilt(s, "OuterSteps.0", "compression", "SparseCompressor.0", "residuals", "0.weight", by=nan),
+    ),
+    "base": ("pga", "has NaN", lambda s: spoilt(s, "OuterSteps.0", "base", "z", by=nan)),
+}
+
+
+def damaged(name: str, transport: Any) -> nets.Trained:
+    own = nets.Trained(transport, OUTER[name](), OPTIMIZERS.get(name, nets.momentum))
+    own.steps(5)
+    return own
+
+
+def check_refused(own: nets.Trained, state: Any, words: str) -> None:
+    before = copied(own.optimizer.compression_state_dict())
+    refuse(words, own.optimizer.load_compression_state_dict, state)
+    assert_equal(own.optimizer.compression_state_dict(), before)
+
+
+@pytest.mark.parametrize("case", WRONG)
+@on_ranks(1)
+def test_a_state_that_cannot_be_right_is_refused_and_changes_nothing(transport: Any, case: str) -> None:
+    name, words, change = WRONG[case]
+    own, other = damaged(name, transport), damaged(name, transport)
+    other.step()
+    state = change(other.state())
+    check_refused(own, state, words)
+    if words.startswith("has shape") or "momentum" in case and "outer" not in case and "all" not in case:
+        refuse(words, own.optimizer.load_state_dict, state["optimizer"])
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [*itertools.permutations(("plain", "diloco", "slowmo"), 2)])
+@on_ranks(1)
+def test_the_state_of_another_outer_optimizer_is_refused(transport: Any, saved: str, loaded: str) -> None:
+    outer = {"plain": None, "diloco": Nesterov(), "slowmo": SlowMo()}
+    one, own = (nets.Trained(transport, OuterSteps(2, outer=outer[name])) for name in (saved, loaded))
+    one.steps(3)
+    check_refused(own, one.state(), "the outer optimizer keeps .* it was saved with another outer optimizer")
+    early = nets.Trained(transport, OuterSteps(2, outer=outer[saved]))
+    early.step()
+    own.resume(early.state())  # nothing is kept yet
