@@ -15,13 +15,15 @@ import gc
 import signal
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import DictConfig
+from torch import nn
+from torch.optim import Optimizer
 
 from dgc.comm import Transport
 from dgc.comm.connect import choose_transport, connect
@@ -30,7 +32,7 @@ from dgc.optim import broadcast_parameters
 from dgc.terminal import escape_unprintable
 from dgc_training.checkpoint.files import Checkpoints, checkpoint_name
 from dgc_training.checkpoint.progress import TrainingProgress
-from dgc_training.checkpoint.state import RunState
+from dgc_training.checkpoint.state import Recorder, RunState
 from dgc_training.config import ConfigError, load, to_yaml
 from dgc_training.faults.failure import UsageError, end_process, ending_all_ranks
 from dgc_training.faults.interruption import EXIT_SAVED
@@ -46,6 +48,7 @@ from dgc_training.startup.arguments import parse_arguments
 from dgc_training.startup.build import (
     Described,
     build,
+    build_as,
     build_method,
     config_errors,
     open_transport,
@@ -121,13 +124,13 @@ def run(
     # Build. Every rank draws the same initial model. Afterwards each rank draws different random numbers.
     with config_errors():
         kernels = choose_kernels(settings.kernels, device)
-        dataset = build(tree.dataset)
-        model = build(tree.model).to(device)
+        dataset = build_as(Mapping, tree.dataset)
+        model: nn.Module = build_as(nn.Module, tree.model).to(device)
         broadcast_parameters(model.state_dict(), root=0, transport=transport)
         seed_everything(tree.seed + rank)
-        task: Task = build(tree.task, Setup(tree, dataset, model, transport, device))
+        task: Task = build_as(Task, tree.task, Setup(tree, dataset, model, transport, device))
         groups = parameter_groups(model, settings.optimize_bn_separately, settings.parameter_groups)
-        inner = build(settings.optimizer, groups)
+        inner = build_as(Optimizer, settings.optimizer, groups)
         scaler = make_scaler(settings, device)
         optimizer = wrap_optimizer(inner, model, settings, transport, scaler, method)
         scale_learning_rate(optimizer, settings.num_batches_per_step * size)
@@ -143,7 +146,9 @@ def run(
         sync = Synchronization(optimizer, settings, args.minutes)
         name = run_name(args.configs, args.suffix, None if may_restart() else size)
         directory = Path(args.run_dir) if args.run_dir else Path("runs") / name
-        recorder = build(settings.recorder, directory, tree, optimizer)
+        recorder = None
+        if settings.recorder is not None:
+            recorder = build_as(Recorder, settings.recorder, directory, tree, optimizer)
         progress = TrainingProgress()
         state = RunState(model, optimizer, schedule, progress, transport, device, task, recorder, scaler)
         checkpoints = Checkpoints(directory / "checkpoints", transport)

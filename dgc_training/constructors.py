@@ -123,3 +123,14 @@ def instantiate(node: Any, /, *args: Any, **runtime: Any) -> Any:
         return target(*args, **keys, **runtime)
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from error
+
+
+def of_kind(kind: type[Any], node: Any, value: Any) -> Any:
+    """The value that a node's constructor has given. Raises ConfigError if it is not of the needed kind."""
+    if isinstance(value, kind):
+        return value
+    names = [name for name in (*getattr(kind, "__annotations__", ()), *vars(kind)) if name[0] != "_"]
+    what = f"an object with {', '.join(names)}" if getattr(kind, "_is_protocol", False) else import_path(kind)
+    given = "None" if value is None else f"a {type(value).__name__}"
+    where = f"{node._get_full_key(None)} ({node['_target_']})"
+    raise ConfigError(f"{where}: it gives {given}, but it must give {what}")

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from dgc.comm import Transport, all_reduce
 from dgc_training.config import ConfigError, instantiate
+from dgc_training.constructors import of_kind
 from dgc_training.data import evaluation_loader, to_device
 from dgc_training.meters import Meter
 
@@ -161,7 +162,8 @@ class Evaluation:
     def make_meters(self, split: str) -> dict[str, Meter]:
         """New meters of one split, by result name."""
         patterns = self.settings.meters or {}
-        return {pattern.replace("{}", split): instantiate(patterns[pattern]) for pattern in patterns}
+        made = {name: of_kind(Meter, node, instantiate(node)) for name, node in patterns.items()}
+        return {pattern.replace("{}", split): meter for pattern, meter in made.items()}
 
     def __call__(self, model: nn.Module) -> dict[str, float]:
         """Returns results by name, equal on every rank. Collective."""

@@ -7,12 +7,13 @@ as perplexity, has the attribute `lower_is_better = True`.
 
 import math
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 
+@runtime_checkable
 class Meter(Protocol):
     """The interface of the entries of `train.meters`."""
 

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +53,7 @@ def loading(file: str) -> Iterator[None]:
         raise CheckpointMismatch(f"{file}: {type(error).__name__}: {error}") from error
 
 
+@runtime_checkable
 class Recorder(Protocol):
     """Records the steps of this rank. `train.recorder` is called with run directory, config and optimizer.
 

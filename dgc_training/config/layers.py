@@ -86,12 +86,14 @@ class Stack:
                 declare_(self.declared, node)
             before, after = leaves(self.tree), leaves(tree := copied(node, mapping=dict))
             changed = [at for at in before | after if repr(before.get(at, ...)) != repr(after.get(at, ...))]
-        except (ValueError, RecursionError) as error:
+        except RecursionError as error:
+            raise ConfigError(f"{origin}: it is nested too deeply, or contains itself") from error
+        except ValueError as error:
             raise ConfigError(str(error) if origin in str(error) else f"{origin}: {error}") from error
         for at in changed:
             try:
                 OmegaConf.create([value] if isinstance(value := after.get(at), str | list) else [])
-            except OmegaConfBaseException as error:  # a formula that cannot be read
+            except (OmegaConfBaseException, RecursionError) as error:  # a formula that cannot be read
                 reason = short(str(error).splitlines()[0], 160)
                 raise ConfigError(f"{origin}: {at} is no value or formula: {reason}") from error
             if at.startswith("requires.") and at in before and at in after:  # layers disagree
@@ -121,6 +123,8 @@ def parse_yaml(file: Path) -> dict[Any, Any]:
     """Reads one YAML file, without its bases. Raises ConfigError with file and reason, which has the line."""
     try:
         content = OmegaConf.to_container(OmegaConf.load(file))
+    except RecursionError as error:
+        raise ConfigError(f"{show(file)}: it is nested too deeply") from error
     except (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError) as error:
         raise ConfigError(f"{show(file)}: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
@@ -139,4 +143,6 @@ def literal(text: str, key: str) -> Any:
     except OmegaConfBaseException as error:
         if text[0] not in "[{":
             return text
-        raise ConfigError(f"{key}: {short(text)} is no list or mapping: {short(error, 160)}") from error
+        raise ConfigError(
+            f"{key}: {short(text)} is no list or mapping: {short(' '.join(str(error).split()), 160)}"
+        ) from error

@@ -7,6 +7,8 @@ from dgc_training.constructors import SPECIAL, import_path
 from dgc_training.errors import ConfigError, closest, short
 from dgc_training.formulas import is_formula
 
+DEEPEST = 40  # levels of nested mappings and lists: OmegaConf recurses, and Python ends that at twice as many
+
 
 class Config(dict[str, Any]):
     """A node of the tree: `Config(Target, key=value, ...)` describes a later call; Config() is a mapping.
@@ -88,15 +90,21 @@ def declare_(section: dict[str, Any], node: dict[str, Any]) -> None:
             declare_(known, value)
 
 
-def copied(value: Any, key: str = "configs", mapping: Any = Config) -> Any:
-    """A copy with mappings of one class, lists for tuples, and defaults for keys. ValueError for other values."""
+def copied(value: Any, key: str = "configs", mapping: Any = Config, levels: int = DEEPEST) -> Any:
+    """A copy with mappings of one class, lists for tuples, and defaults for keys.
+
+    Raises:
+        ValueError: A value is of another type, or inside of more than `levels` mappings and lists.
+    """
+    if not levels:
+        raise ValueError(f"{key} is nested deeper than {DEEPEST} levels, or contains itself")
     if isinstance(value, dict):
         node = mapping()
         for name in value:
-            node[name] = copied(value[name], name, mapping)
+            node[name] = copied(value[name], name, mapping, levels - 1)
         return node
     if isinstance(value, list | tuple):
-        return [copied(item, key, mapping) for item in value]
+        return [copied(item, key, mapping, levels - 1) for item in value]
     if isinstance(value, Key):
         return copied(value.default, key, mapping)
     if type(value) in (bool, int, float, str, type(None)):

@@ -16,6 +16,7 @@ from dgc.comm import Transport
 from dgc.launch import LaunchError
 from dgc.optim import DistributedOptimizer, LocalOptimizer, Wrapper
 from dgc_training.config import ConfigError, instantiate
+from dgc_training.constructors import of_kind
 
 
 @contextmanager
@@ -38,16 +39,34 @@ def _cause(error: BaseException) -> str:
 def build(node: Any, *args: Any) -> Any:
     """Calls `instantiate`. Any error of the constructor becomes a ConfigError with key, cause and location."""
     try:
-        return instantiate(node, *args)
+        made = instantiate(node, *args)
     except ConfigError:
         raise
     except Exception as error:
         raise ConfigError(f"{node._get_full_key(None)} ({node._target_}): {_cause(error)}") from error
+    if made is None and node is not None:
+        raise ConfigError(f"{node._get_full_key(None)} ({node._target_}): it gives None; has it no `return`?")
+    return made
+
+
+def build_as(kind: type[Any], node: Any, *args: Any) -> Any:
+    """`build`, for a key whose constructor gives objects of one kind. Another object is a ConfigError."""
+    return of_kind(kind, node, build(node, *args))
+
+
+@runtime_checkable
+class ExchangesModels(Protocol):
+    """What an algorithm of train.local or train.gossip has."""
+
+    needs_groups: bool
+    is_synchronous: bool
 
 
 def build_method(settings: DictConfig) -> Any:
     """What the config's `train` exchanges models with, `local` or `gossip`, or its compressor of gradients."""
-    return build(settings.local or settings.gossip or settings.compression)
+    if node := settings.local or settings.gossip:
+        return build_as(ExchangesModels, node)
+    return build(settings.compression)
 
 
 def open_transport(settings: DictConfig, method: Any, connect: Callable[..., Transport]) -> Transport:

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dgc_training.config import ConfigError, instantiate
+from dgc_training.config import ConfigError
 from dgc_training.data import TrainBatches
 from dgc_training.evaluation import Evaluation, evaluation_loaders
 from dgc_training.tasks.protocol import Loss, Setup, Task
@@ -57,7 +57,7 @@ class Classification(Task):
     def __init__(self, setup: Setup) -> None:
         settings, transport, device = setup.tree.train, setup.transport, setup.device
         num_workers = setup.tree.data.num_workers
-        self.criterion: nn.Module = instantiate(settings.criterion).to(device)
+        self.criterion = setup.criterion()
         self.check_labels = LabelCheck(self.criterion)
         self.batches = TrainBatches(
             setup.dataset["train"],

@@ -5,7 +5,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from dgc_training.config import instantiate
 from dgc_training.data import TrainBatches
 from dgc_training.evaluation import Evaluation
 from dgc_training.tasks.protocol import Batches, Loss, Setup, Task
@@ -57,7 +56,7 @@ class LanguageModel(Task):
         self.context, self.carry_state, self.model, self.device = context, carry_state, setup.model, setup.device
         self.rows = setup.tree.train.batch_size
         settings, transport = setup.tree.train, setup.transport
-        self.criterion: nn.Module = instantiate(settings.criterion).to(setup.device)
+        self.criterion = setup.criterion()
         self.batches = self._batches(setup, steps_per_epoch)
         loaders = {
             split: EvaluationRows(

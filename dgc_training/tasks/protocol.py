@@ -13,6 +13,8 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from dgc.comm import Transport
+from dgc_training.config import instantiate
+from dgc_training.constructors import of_kind
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,11 @@ class Setup:
     model: nn.Module
     transport: Transport
     device: torch.device
+
+    def criterion(self) -> nn.Module:
+        """Builds `train.criterion`, on `device`."""
+        node = self.tree.train.criterion
+        return of_kind(nn.Module, node, instantiate(node)).to(self.device)
 
 
 class Loss(NamedTuple):

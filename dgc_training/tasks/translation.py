@@ -14,7 +14,6 @@ from torch import nn
 
 from dgc_datasets.translation import PADDING, ParallelText
 from dgc_models.transformer import Transformer
-from dgc_training.config import instantiate
 from dgc_training.tasks.protocol import Loss, Setup, Task
 from dgc_training.tasks.translation_batches import Batch, TranslationBatches
 from dgc_training.tasks.translation_evaluation import TranslationEvaluation
@@ -46,7 +45,7 @@ class Translation(Task):
         if num_samples < 0:
             raise ValueError(f"task.num_samples is {num_samples}; it must be 0 or more")
         settings, dataset, transport = setup.tree.train, _parallel_text(setup.dataset), setup.transport
-        self.criterion: nn.Module = instantiate(settings.criterion).to(setup.device)
+        self.criterion = setup.criterion()
         _check(setup, dataset, self.criterion)
         self.size = transport.size
         self.batches = TranslationBatches(

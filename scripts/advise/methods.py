@@ -9,12 +9,13 @@ from dataclasses import replace
 
 from omegaconf import DictConfig
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from dgc.comm import Transport
 from dgc.cost import methods
 from dgc.cost.methods import Build, Method, after_dense_steps
 from dgc.optim import Wrapper
-from dgc_training.startup.build import build, config_errors, parameter_groups, wrap_optimizer
+from dgc_training.startup.build import build_as, config_errors, parameter_groups, wrap_optimizer
 from scripts.methods import files_of
 
 METHODS = tuple(replace(method, usage=files_of(method.name)) for method in methods.METHODS)
@@ -46,7 +47,7 @@ def builder(tree: DictConfig, gradients: Mapping[str, Tensor]) -> Build:
         settings = tree.train
         with config_errors():
             groups = parameter_groups(model, settings.optimize_bn_separately, settings.parameter_groups)
-            inner = build(settings.optimizer, groups)
+            inner = build_as(Optimizer, settings.optimizer, groups)
             after_dense_steps(inner, model, gradients)
             optimizer = wrap_optimizer(inner, model, settings, transport)
             optimizer.begin_epoch(settings.num_epochs - 1)  # after a warm-up of the ratio

@@ -1,6 +1,6 @@
 """The work of one rank in an experiment of train.py: its model, on batches of its data set or on random ones."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from dgc.cost import workload
 from dgc.cost.workload import LossOf, Passes, Progress, Workload
 from dgc_training.config import ConfigError
 from dgc_training.faults.failure import UsageError
-from dgc_training.startup.build import build
+from dgc_training.startup.build import build_as
 from dgc_training.stepping import AUTOCAST
 from dgc_training.tasks.protocol import Batches, Setup, Task
 
@@ -40,7 +40,7 @@ def measure_workload(
         ConfigError: A part cannot be built.
     """
     progress("the model", 0, workload.steps_of(repeats))
-    model = build(tree.model).to(device).train()
+    model: nn.Module = build_as(nn.Module, tree.model).to(device).train()
     batches, loss_of, inputs = open_batches(tree, model, device, transport, shape)
     loss_of = under_autocast(loss_of, device, tree.train.precision)
     return workload.measure_workload(model, batches, loss_of, inputs, device, repeats, progress)
@@ -51,17 +51,17 @@ def open_batches(
 ) -> tuple[Iterator[Passes], LossOf, str]:
     """Steps of the training data without end, or of random inputs, their loss, and which of both in words."""
     try:
-        dataset = build(tree.dataset)
+        dataset = build_as(Mapping, tree.dataset)
     except ConfigError as error:
         if shape is None:
             raise UsageError(
                 f"{error}. To measure the model with random inputs: --input-shape, such as 3 224 224"
             ) from error
-        criterion = build(tree.train.criterion).to(device)
+        criterion = build_as(nn.Module, tree.train.criterion).to(device)
         steps = random_steps(tree, model, device, shape)
         words = f"random inputs of shape {tuple(shape)}, no data set"
         return steps, lambda model, batch: criterion(model(batch[0]), batch[1]), words
-    task: Task = build(tree.task, Setup(tree, dataset, model, transport, device))
+    task: Task = build_as(Task, tree.task, Setup(tree, dataset, model, transport, device))
     words = f"the data set, batches of {tree.train.batch_size}"
     return endless(task.batches), lambda model, batch: task.loss(model, batch).mean, words
 

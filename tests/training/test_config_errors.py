@@ -275,6 +275,34 @@ def test_files_that_fail_are_not_there_or_not_clear(file: Path) -> None:
     assert "folder may mean folder/__init__.py or folder/__init__.yaml; write which" in refusal("folder")
 
 
+@pytest.mark.parametrize(
+    ("write", "text"),
+    [
+        ("yaml", "train: {recorder: " + 800 * "{a: " + "1" + 800 * "}" + "}"),
+        ("yaml", "train: {recorder: " + 800 * "[" + "1" + 800 * "]" + "}"),
+        ("yaml", "train: {recorder: " + 41 * "[" + "1" + 41 * "]" + "}"),
+        ("yaml", "".join(f"{level * ' '}a:\n" for level in range(800)) + 800 * " " + "a: 1"),
+        ("python", "node = Config(a=1)\nfor _ in range(900):\n    node = Config(a=node)\nconfigs.x = node"),
+        ("python", "node = Config(a=1)\nnode.b = node\nconfigs.x = node"),
+        ("python", "items = [1]\nitems.append(items)\nconfigs.x = items"),
+    ],
+    ids=["mappings", "lists", "just too deep", "a block", "nodes", "a node in itself", "a list in itself"],
+)
+def test_a_tree_that_is_too_deep_or_contains_itself_is_one_error(write: str, text: str, file: Path) -> None:
+    path = {"yaml": yaml, "python": python}[write](file, text)
+    message = refusal(CNN, path)
+    assert message.startswith(path.name) and "nested" in message and len(message) < 200
+
+
+def test_words_that_are_nested_too_deeply_are_one_error() -> None:
+    for words in (
+        ["--configs." + ".".join(500 * "a"), "1"],
+        ["--configs.seed", 500 * "${" + "a" + 500 * "}"],
+        ["--configs.train.meters", 500 * "[" + 500 * "]"],
+    ):
+        assert words[0] in refusal(CNN, words=words)
+
+
 def test_all_wrong_keys_and_values_are_reported_together(file: Path) -> None:
     yaml(file, "train: {num_epoch: 5, optimizer: {nesterov: 1, momentun: 0.5}, batch_size: 9}\ntrian: {a: 1}")
     wrong = {"train.batch_sise": "3", "train.metric": "5", "seed": "-1", "train.timeout": "null", "seed.x": "1"}

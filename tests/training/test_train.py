@@ -36,6 +36,7 @@ from dgc_training.logging.scalars import OFTEN_ZERO, TAGS, ScalarLog, describe
 from dgc_training.startup import lock
 from dgc_training.startup.agreement import config_differences
 from dgc_training.startup.arguments import parse_arguments
+from dgc_training.startup.build import build_method
 from dgc_training.startup.lock import RunLock, remove_temporary_files
 from dgc_training.startup.run_directory import move_aside
 from dgc_training.startup.run_name import run_name, warn_of_other_run
@@ -268,6 +269,54 @@ def test_labels_outside_of_the_outputs_give_one_line(tmp_path: Path) -> None:
     LabelCheck(torch.nn.MSELoss())(torch.zeros(3, 1), torch.tensor([7, 8, 9]))
     with pytest.raises(ConfigError, match="label -1, but model"):
         LabelCheck(torch.nn.CrossEntropyLoss())(torch.zeros(3, 9, 4), labels.clamp(min=-1).view(3, 1))
+
+
+def nothing(*args: Any, **keywords: Any) -> None:
+    """A constructor without a `return`."""
+
+
+def a_mapping(*args: Any, **keywords: Any) -> dict[str, Any]:
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        ("model", "it must give torch.nn.Module"),
+        ("dataset", ""),  # a mapping is one
+        ("task", "it must give dgc_training.tasks.protocol.Task"),
+        ("train.optimizer", "it must give torch.optim.Optimizer"),
+        ("train.scheduler", "train.scheduler is a dict, not a learning-rate scheduler"),
+        ("train.criterion", "it must give torch.nn.Module"),
+        ("train.compression", "compression must be a compressor"),
+        ("train.local", "it must give an object with needs_groups, is_synchronous"),
+        ("train.gossip", "it must give an object with needs_groups, is_synchronous"),
+        ("train.parameter_groups", ""),  # an empty mapping has no groups, which the optimizer says
+        ("train.recorder", "it must give an object with begin, batch, step, "),
+        ("train.meters.acc/{}_top1", "it must give an object with update, data, set, compute"),
+    ],
+)
+def test_a_constructor_that_gives_another_kind_of_object_is_one_error(
+    key: str, expected: str, tmp_path: Path
+) -> None:
+    *above, last = key.split(".")
+    node = "configs" + "".join(f"[{name!r}]" for name in above) + f"[{last!r}]"
+    classes = ["--configs.model.num_classes=10"] if key == "dataset" else []  # it is a formula of the data set
+    args, _ = parse_arguments([*EXPERIMENT, "--devices", "cpu", "--run-dir", str(tmp_path / "run")])
+    for constructor, message in (("nothing", "gives None"), ("a_mapping", expected)):
+        file = tmp_path / f"{constructor}.py"
+        head = "from dgc_training.config import Config, configs\n"
+        file.write_text(f"{head}{node} = Config('training.test_train.{constructor}')\n")
+        tree = load([CNN, file], classes)
+
+        def build_and_run(transport: Any, tree: Any = tree) -> None:
+            train.run(args, tree, transport, build_method(tree.train))
+
+        if message:
+            with pytest.raises(ConfigError) as caught:
+                LockstepWorld(1).run(build_and_run)
+            assert message in str(caught.value) and key.removeprefix("train.") in str(caught.value)
+            assert not (tmp_path / "run").exists()
 
 
 def test_any_number_is_better_than_nan() -> None:
