@@ -136,13 +136,10 @@ def test_backward_and_step_inside_autocast_have_the_same_bits(transport: Transpo
     assert all(map(torch.equal, inside.weights(), outside.weights()))
 
 
-# one rank has no quantized collectives: tests/parallel has theirs
-OTHERS = {name: build for name, build in ADAPTERS.items() if build is not in_quantized_fsdp}
-every_adapter_with_messages = pytest.mark.parametrize("build", OTHERS.values(), ids=OTHERS)
 TOO_EARLY = r"state_dict\(\) (while|between) .*set a flag, for the loop to save after step\(\)"
 
 
-@every_adapter_with_messages
+@every_adapter
 def test_a_state_inside_a_step_is_refused_and_training_goes_on(transport: Transport, build: Any) -> None:
     own, other = build(transport), build(transport)
 
@@ -160,7 +157,7 @@ def test_a_state_inside_a_step_is_refused_and_training_goes_on(transport: Transp
     assert_equal(own.state(), other.state())
 
 
-@every_adapter_with_messages
+@every_adapter
 def test_a_state_between_backward_and_step_is_refused_if_it_is_that_of_the_next_step(
     transport: Transport, build: Any
 ) -> None:
