@@ -36,6 +36,7 @@ from dgc.engine.options import (
     check_transport,
     claim,
     unique_prefix,
+    unwrapped,
 )
 from dgc.engine.state import check_steps_per_epoch
 from dgc.engine.steps import AwaitedStep
@@ -58,9 +59,17 @@ TORCH = TorchRange(
 )
 
 
+WRAPPED = ("_forward_module", "_orig_mod")  # of what Fabric.setup() returns, which has all names of its module too
+
+
 def check_model(model: Any) -> DistributedDataParallel:
-    """Return a DDP model, without torch.compile. Raise ValueError if a hook cannot exchange its gradients."""
-    model = getattr(model, "_orig_mod", model)  # of what torch.compile returns
+    """Return the DDP model inside of what torch.compile or Fabric has made of it.
+
+    Raises:
+        ValueError: It is none, or a hook cannot exchange its gradients.
+    """
+    while not isinstance(model, DistributedDataParallel) and (names := [n for n in WRAPPED if hasattr(model, n)]):
+        model = getattr(model, names[0])
     if not isinstance(model, DistributedDataParallel):
         kind = type(model).__name__
         raise ValueError(f"compress needs a model in DistributedDataParallel, not {kind}: wrap it first")
@@ -108,8 +117,7 @@ def momentum_check(
     optimizer: Optimizer | None, planned: list[PlannedBucket], transport: Transport
 ) -> Callable[[], None]:
     """Raise ValueError if momentum is not applied once. Return a check of the same for every step."""
-    if optimizer is not None and not hasattr(optimizer, "param_groups"):
-        raise ValueError(f"optimizer must be a torch.optim.Optimizer or None, not {optimizer!r}")
+    optimizer = None if optimizer is None else unwrapped(optimizer)
     corrected = [
         (segment.name, p)
         for plan in planned
@@ -182,12 +190,12 @@ class DDPExchange(HasGatheredState):
     with it: DDP averages its gradients.
 
     Args:
-        model: The DDP model, or what torch.compile has made of it. Its process group must contain all ranks.
-            Parameters without requires_grad take no part, and must remain without.
+        model: The DDP model, or what torch.compile or Lightning's Fabric.setup() has made of it. Its process group
+            must contain all ranks. Parameters without requires_grad take no part, and must remain without.
         compression: A compressor of `dgc.compression`, or a Route.
-        optimizer: The optimizer of the model. Needed if the compression's memory applies momentum, which
-            `dgc.optim.DGCSGD` leaves to it and other optimizers must not have, and by OneBitAdamCompressor and
-            DGCAdamCompressor, for `dgc.optim.OneBitAdam` and `DGCAdam`.
+        optimizer: The optimizer of the model, or what Lightning or Accelerate has made of it. Needed if the memory
+            of the compression applies momentum, which `dgc.optim.DGCSGD` leaves to it and others must not have,
+            and by OneBitAdamCompressor and DGCAdamCompressor, for `dgc.optim.OneBitAdam` and `DGCAdam`.
         bucket_mb, steps_per_epoch, hierarchical: As for DistributedOptimizer. `bucket_mb` does not depend on DDP's
             bucket_cap_mb. For `hierarchical` a transport that is given must have groups.
         transport: Connects the ranks. None: torch.distributed, on process groups of its own.

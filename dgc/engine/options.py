@@ -3,6 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping, Sequence
+from inspect import Parameter, signature
 from numbers import Real
 from typing import Any, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary, WeakMethod, WeakSet, finalize, ref
@@ -50,6 +51,58 @@ def check_nonfinite(nonfinite: str, grad_scaler: Any) -> None:
         raise ValueError("a grad_scaler adapts its scale by dropping steps: it needs nonfinite='skip'")
 
 
+# wrappers of Lightning and of Accelerate, whose inner optimizer takes the steps
+WRAPPERS = {"_FabricOptimizer", "LightningOptimizer", "AcceleratedOptimizer"}
+
+
+def _inside(optimizer: Any) -> Any:
+    """The optimizer that another one holds and steps, or None."""
+    held = [vars(optimizer).get(name) for name in ("optimizer", "_optimizer", "inner")]
+    return next((inner for inner in held if isinstance(inner, Optimizer)), None)
+
+
+def unwrapped(optimizer: Any) -> Optimizer:
+    """Return the optimizer that holds the settings and the state, without a wrapper of Lightning or Accelerate.
+
+    A wrapper may be an instance of the optimizer's own class, and have copies of its attributes: what is set there
+    does not reach the optimizer.
+
+    Raises:
+        ValueError: It is no optimizer, or a wrapper of another kind.
+    """
+    if not hasattr(optimizer, "param_groups"):
+        raise ValueError(f"optimizer must be a torch.optim.Optimizer, not {optimizer!r}")
+    while (inner := _inside(optimizer)) is not None:
+        if WRAPPERS.isdisjoint(kind.__name__ for kind in type(optimizer).__mro__):
+            raise ValueError(
+                f"{type(optimizer).__name__} steps another optimizer, {type(inner).__name__}, which has the "
+                "settings and the state: pass that one"
+            )
+        optimizer = inner
+    return optimizer
+
+
+def check_steps(optimizer: Any, adapter: str) -> None:
+    """Raise ValueError for an optimizer that `adapter` cannot step on gradients that it has prepared.
+
+    adapter: The class that steps it.
+    """
+    if not hasattr(optimizer, "param_groups"):
+        raise ValueError(f"optimizer must be a torch.optim.Optimizer, not {optimizer!r}")
+    kind = type(optimizer).__name__
+    if (inner := _inside(optimizer)) is not None:
+        raise ValueError(
+            f"{kind} steps another optimizer, {type(inner).__name__}, and may do more, such as unscale gradients "
+            f"or leave steps out. {adapter} steps an optimizer itself: pass the {type(inner).__name__}"
+        )
+    closure = signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is Parameter.empty:
+        raise ValueError(
+            f"{kind} evaluates its closure several times in a step, and each rank would decide by its own loss "
+            f"how often. {adapter} needs an optimizer that steps on given gradients"
+        )
+
+
 def name_parameters(
     optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None
 ) -> list[tuple[str, Tensor]]:
@@ -58,8 +111,6 @@ def name_parameters(
     Raises:
         ValueError: Two parameters have the same name, or a parameter of the optimizer has none.
     """
-    if not hasattr(optimizer, "param_groups"):
-        raise ValueError(f"optimizer must be a torch.optim.Optimizer, not {optimizer!r}")
     owned = {
         p: f"group{g}.param{i}"
         for g, group in enumerate(optimizer.param_groups)

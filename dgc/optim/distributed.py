@@ -46,6 +46,7 @@ from dgc.engine.options import (
     check_nonfinite,
     check_not_sharded,
     check_not_wrapped,
+    check_steps,
     check_transport,
     claim,
     loss_of,
@@ -125,6 +126,7 @@ class DistributedOptimizer(Wrapper):
     ):
         check_arguments(backward_passes_per_step, gradient_predivide_factor, num_groups, groups)
         check_nonfinite(nonfinite, grad_scaler)
+        check_steps(optimizer, "DistributedOptimizer")
         if process_set is not None:
             if transport is not None:
                 raise ValueError("process_set and transport both choose the ranks: give one of them")

@@ -28,6 +28,7 @@ from dgc.engine.options import (
     check_nonfinite,
     check_not_sharded,
     check_optimizer_state,
+    check_steps,
     check_transport,
     load_optimizer_state,
     loss_of,
@@ -88,6 +89,7 @@ class LocalOptimizer(Wrapper):
         nonfinite: str = "skip",
     ):
         check_nonfinite(nonfinite, None)
+        check_steps(optimizer, type(self).__name__)
         check_method(method)
         check_transport(transport)
         self.transport = transport or default_transport(point_to_point=True)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from optim import nets
-from optim.nets import alone, dgc
+from optim import nets, wrappers
+from optim.nets import alone, dgc, dgc_sgd
 from refusals import check_refusals, refuse
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -58,6 +58,29 @@ def with_delayed_parameters() -> DistributedDataParallel:
     module = net()
     first, *_, (_, last) = module.named_parameters()
     return wrapped(module, delay_all_reduce_named_params=[first], param_to_hook_all_reduce=last)
+
+
+class Fabric(nn.Module):
+    """As Lightning's _FabricModule: it has all names of the module inside."""
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        super().__init__()
+        self._forward_module = model
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._forward_module.module, name)
+
+
+def one_bit(model: nn.Module) -> OneBitAdam:
+    return OneBitAdam(model.parameters(), lr=0.01, freeze_step=2)
+
+
+def momentum_of_lookahead() -> None:
+    model = wrapped()
+    hook(model, momentum(), wrappers.Lookahead(dgc_sgd(model)))
 
 
 def in_an_optimizer(model: Any) -> DistributedOptimizer:
@@ -139,6 +162,26 @@ def test_arguments() -> None:
         ("process group has 1 ranks, but the exchange has 2", {"transport": LockstepWorld(2).transports[0]}),
     ):
         refuse(message, hook, wrapped(), **options)
+
+
+@pytest.mark.usefixtures("no_type_checks")
+@pytest.mark.parametrize("kind", wrappers.KNOWN)
+@pytest.mark.parametrize(("make", "compression"), [(dgc_sgd, partial(dgc, 1.0)), (one_bit, OneBitAdamCompressor)])
+def test_the_optimizer_inside_a_wrapper_gives_up_its_momentum(make: Any, compression: Any, kind: Any) -> None:
+    """And a module around DistributedDataParallel is taken as that."""
+    trained = []
+    for wraps in (lambda own: own, kind):
+        model = DistributedDataParallel(nets.net())
+        around = model if kind is wrappers.AcceleratedOptimizer else Fabric(model)
+        optimizer = wraps(make(model))
+        hook(around, compression(), optimizer)
+        for step in range(5):
+            optimizer.zero_grad()
+            nets.loss_of(model, step).backward()
+            optimizer.step()
+        trained.append(model.module)
+    nets.assert_same(*trained, exactly=True)
+    refuse("Lookahead steps another optimizer, DGCSGD, .*: pass that one", momentum_of_lookahead)
 
 
 METHODS: list[tuple[Any, Any]] = [(OneBitAdam, OneBitAdamCompressor), (DGCAdam, partial(DGCAdamCompressor, 0.2))]

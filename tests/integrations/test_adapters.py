@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,8 +23,11 @@ import dgc_datasets.torchvision_compat  # noqa: F401  (Lightning and transformer
 from dgc.comm import TrafficMeter
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import DenseCompressor, PowerSGDCompressor
+from dgc.ddp import check_model
+from dgc.engine.options import check_steps, unwrapped
 from dgc.integrations import rank_files
 from dgc.integrations.torchtitan import compressed
+from dgc.optim import DGCSGD
 
 
 def test_a_missing_library_is_named_with_its_cure() -> None:
@@ -188,6 +192,24 @@ def test_two_models_of_one_accelerator_need_two_names(tmp_path: Path, request: p
     gc.collect()
     compress(accelerator, model(), DenseCompressor())  # in place of the first
     assert len(accelerator.saves) == len(accelerator.loads) == 2
+
+
+def test_the_optimizers_of_lightning_and_accelerate_are_known() -> None:
+    pytest.importorskip("lightning.fabric")
+    pytest.importorskip("accelerate")
+    from accelerate.optimizer import AcceleratedOptimizer
+    from lightning.fabric.wrappers import _FabricModule, _FabricOptimizer
+    from lightning.pytorch.core.optimizer import LightningOptimizer
+
+    sgd = DGCSGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    accelerated = AcceleratedOptimizer.__new__(AcceleratedOptimizer)  # its constructor needs an Accelerator
+    accelerated.optimizer = sgd
+    for optimizer in (_FabricOptimizer(sgd, Mock()), LightningOptimizer(sgd), accelerated):
+        assert unwrapped(optimizer) is sgd
+        with pytest.raises(ValueError, match="steps another optimizer, DGCSGD"):
+            check_steps(optimizer, "DistributedOptimizer")
+    with pytest.raises(ValueError, match="needs a model in DistributedDataParallel, not Linear"):
+        check_model(_FabricModule(torch.nn.Linear(2, 2), Mock()))
 
 
 def test_the_callback_needs_its_trainer_and_ddp() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from cases import case
 from on_ranks import on_ranks
+from optim import wrappers
 from optim.nets import alone, dgc, dgc_sgd, momentum_sgd, net, train, trained, values, wrap
 from refusals import check_refusals, refuse
 from torch import nn
@@ -34,6 +35,10 @@ from dgc.wire import CastValues, PackedIndices
 
 def sgd(model: Any) -> Any:
     return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def local(model: Any, transport: Any, make: Any) -> Any:
+    return LocalOptimizer(make(model), model.named_parameters(), OuterSteps(2), transport=transport)
 
 
 @pytest.mark.usefixtures("no_type_checks")
@@ -107,11 +112,25 @@ def test_bad_options() -> None:
         wrap(net(), alone(), num_groups=2)
 
 
+@pytest.mark.parametrize("kind", [*wrappers.KNOWN, wrappers.Lookahead])
+@pytest.mark.parametrize("adapter", [wrap, local])
+def test_an_optimizer_around_another_is_refused_where_it_would_be_stepped(adapter: Any, kind: Any) -> None:
+    """What it does beside the step of the inner one, such as to unscale gradients, would be lost or done twice."""
+    refuse("steps another optimizer, SGD, .* pass the SGD$", adapter, net(), alone(), lambda m: kind(sgd(m)))
+
+
+def test_an_optimizer_that_evaluates_its_closure_itself_is_refused() -> None:
+    for adapter in (wrap, local):
+        words = "LBFGS evaluates its closure several times in a step"
+        refuse(words, adapter, net(), alone(), lambda m: torch.optim.LBFGS(m.parameters()))
+
+
 def test_the_same_parameters_or_compressor_twice() -> None:
     transport, model = alone(), net()
     optimizer = wrap(model, transport)
-    for again in (momentum_sgd, lambda m: optimizer):
-        refuse(r"first.weight belongs to another DistributedOptimizer.*close\(\)", wrap, model, transport, again)
+    words = r"first.weight belongs to another DistributedOptimizer.*close\(\)"
+    refuse(words, wrap, model, transport)
+    refuse("DistributedOptimizer steps another optimizer, SGD", wrap, model, transport, lambda _: optimizer)
     optimizer.close()
     train(model, wrap(model, transport), [0])
     shared, stateless = DGCCompressor(0.1, ResidualMemory()), DenseCompressor()
