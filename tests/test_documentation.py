@@ -227,14 +227,17 @@ def texts(svg: str) -> Iterator[tuple[str, Box]]:
 
 @pytest.mark.parametrize("name", PICTURES)
 def test_the_picture_is_drawn_from_its_table(name: str) -> None:
-    """And no text of it is on another or cut off."""
+    """And no text of it is on another or on a point, or cut off."""
     svg = PICTURES[name]().svg()
     assert (DOCS / f"{name}.svg").read_text() == svg, "python -m scripts.docs.pictures"
     assert any(f"{name}.svg)" in page.read_text() for page in (DOCS.parent / "README.md", *DOCS.glob("*.md")))
     found = list(texts(svg))
     assert len(found) == svg.count("<text ") > 8
     width, height = map(int, re.findall(r'viewBox="0 0 (\d+) (\d+)"', svg)[0])
+    points = [(float(x), float(y)) for x, y in re.findall(r'<circle [^>]*cx="([\d.]+)" cy="([\d.]+)"', svg)]
     for above, (text, (left, top, right, bottom)) in enumerate(found):
+        touched = [(x, y) for x, y in points if left - 3 < x < right + 3 and top - 3 < y < bottom + 3]
+        assert touched == [], text
         assert left >= 0 and right <= width and bottom <= height, text
         rest = found[above + 1 :]
         on_it = [other for other, (a, b, c, d) in rest if left < c and a < right and top < d and b < bottom]

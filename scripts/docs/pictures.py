@@ -217,11 +217,11 @@ def draw_points(
 ) -> Picture:
     """Quality against bytes, with labels, error bars and a dotted line at dense training, which is 0.
 
-    y has the quality lost, with its sign changed: higher is better, and so is further to the right.
+    y has the quality lost: lower is better, and further to the right.
     """
     picture = Picture(title, note, 0)
     place = draw_axes(picture, x, y, 62, height)
-    picture.text(WIDTH - 24, picture.top + 12, "better: up, and to the right ↗", "note", "end")
+    picture.text(WIDTH - 24, picture.top + 12, "better: down, and to the right ↘", "note", "end")
     picture.line([place(x.low, 0.0), place(x.high, 0.0)], "zero")
     for point in points:
         at = place(point.x, point.y)
@@ -271,28 +271,28 @@ def accuracy() -> Picture:
 def outer() -> Picture:
     """docs/outer.svg, of local.md."""
     places = {
-        "dense": ("gray", (8.0, -9.0)),
-        "local-h10": ("gray", (-9.0, 7.0)),
-        "diloco-h10": ("orange", (-9.0, 20.0)),
-        "streaming-2": ("orange", (-9.0, -8.0)),
-        "diloco-h20": ("orange", (-4.0, -12.0)),
-        "diloco-h40": ("orange", (-9.0, 18.0)),
-        "sparse4-h10": ("blue", (-1.0, 36.0)),
-        "sparse16-h4": ("blue", (7.0, -7.0)),
-        "sparse16-h10": ("blue", (0.0, 23.0)),
-        "sparse16-h20": ("blue", (-9.0, 12.0)),
-        "sparse64-h10": ("blue", (-2.0, -13.0)),
-        "sign-h10": ("violet", (9.0, 2.0)),
-        "sign-h32-momentum": ("violet", (9.0, 8.0)),
-        "2bit-h10": ("green", (-7.0, 14.0)),
-        "zero-one-h10": ("red", (-9.0, 12.0)),
-        "zero-one-h6": ("red", (9.0, -4.0)),
+        "dense": ("gray", (8.0, 19.0)),
+        "local-h10": ("gray", (-9.0, 3.0)),
+        "diloco-h10": ("orange", (-9.0, -10.0)),
+        "streaming-2": ("orange", (-9.0, 18.0)),
+        "diloco-h20": ("orange", (-4.0, 22.0)),
+        "diloco-h40": ("orange", (-9.0, -8.0)),
+        "sparse4-h10": ("blue", (-1.0, -26.0)),
+        "sparse16-h4": ("blue", (7.0, 17.0)),
+        "sparse16-h10": ("blue", (0.0, -13.0)),
+        "sparse16-h20": ("blue", (-9.0, -2.0)),
+        "sparse64-h10": ("blue", (-2.0, 23.0)),
+        "sign-h10": ("violet", (9.0, 8.0)),
+        "sign-h32-momentum": ("violet", (9.0, 2.0)),
+        "2bit-h10": ("green", (-7.0, -4.0)),
+        "zero-one-h10": ("red", (-9.0, -2.0)),
+        "zero-one-h6": ("red", (9.0, 14.0)),
     }
     table = rows("local.md", "method | bits per character | to dense | +- | exchanges")
     points = []
     for name, (colour, label) in places.items():
         _, difference, error, *_, wire = table[name]
-        points.append(Point(name, number(wire), -number(difference), number(error), colour, label))
+        points.append(Point(name, number(wire), number(difference), number(error), colour, label))
     good, small = table["zero-one-h6"], table["sign-h32-momentum"]
     out = table["powersgd4-h10"]
     return draw_points(
@@ -304,9 +304,9 @@ def outer() -> Picture:
         saved(0.8, 5000, 1, 10, 100, 1000),
         Axis(
             "bits per character more than dense, %",
-            -12.5,
-            1.5,
-            [(-value, f"{value}") for value in (0, 2, 4, 6, 8, 10, 12)],
+            -1.5,
+            12.5,
+            [(value, f"{value}") for value in (0, 2, 4, 6, 8, 10, 12)],
         ),
         points,
         380,
@@ -319,13 +319,13 @@ def muon() -> Picture:
     own = rows("local.md", "method | bits per character | to dense AdamW | +-")
     best = {name: row[3:] for name, row in rows("local.md", "at the best rate").items()}
     places = {
-        "dense": ("gray", (9.0, 20.0)),
-        "muon": ("blue", (9.0, 4.0)),
-        "muon-local-momentum-h10": ("blue", (9.0, -6.0)),
-        "muon-local-momentum-h20": ("blue", (9.0, 22.0)),
-        "muon-local-4-bits-h10": ("blue", (9.0, -6.0)),
-        "muon-local-2-bits-h10": ("blue", (-9.0, 20.0)),
-        "muon-local-sign-h32": ("blue", (9.0, -4.0)),
+        "dense": ("gray", (9.0, -10.0)),
+        "muon": ("blue", (9.0, 6.0)),
+        "muon-local-momentum-h10": ("blue", (9.0, 16.0)),
+        "muon-local-momentum-h20": ("blue", (0.0, -12.0)),
+        "muon-local-4-bits-h10": ("blue", (9.0, 16.0)),
+        "muon-local-2-bits-h10": ("blue", (-9.0, -10.0)),
+        "muon-local-sign-h32": ("blue", (9.0, 14.0)),
         "muon-local-sign-h64": ("blue", (9.0, 5.0)),
         "zero-one-h6": ("red", (-9.0, 5.0)),
         "2bit-h10": ("red", (-9.0, 5.0)),
@@ -335,7 +335,7 @@ def muon() -> Picture:
     points = []
     for name, (colour, label) in places.items():
         row = {**adam, **own, **best}[name]
-        points.append(Point(name, number(row[-1]), -number(row[1]), number(row[2]), colour, label))
+        points.append(Point(name, number(row[-1]), number(row[1]), number(row[2]), colour, label))
     signs = best["muon-local-sign-h32"]
     assert number(signs[1]) < 0
     return draw_points(
@@ -347,9 +347,9 @@ def muon() -> Picture:
         saved(0.8, 25000, 1, 10, 100, 1000),
         Axis(
             "bits per character more than dense AdamW, %",
-            -9,
-            6,
-            [(-value, f"{value}") for value in (-4, -2, 0, 2, 4, 6, 8)],
+            -6,
+            9,
+            [(value, f"{value}") for value in (-4, -2, 0, 2, 4, 6, 8)],
         ),
         points,
         380,
@@ -359,18 +359,18 @@ def muon() -> Picture:
 def pysource() -> Picture:
     """docs/pysource.svg, of language.md."""
     places = {
-        "dense": ("gray", (9.0, 20.0)),
-        "onebit-adam": ("red", (9.0, -5.0)),
-        "zero-one-adam": ("red", BELOW),
+        "dense": ("gray", (9.0, -10.0)),
+        "onebit-adam": ("red", (9.0, 15.0)),
+        "zero-one-adam": ("red", ABOVE),
         "dgc-adam": ("blue", LEFT),
-        "powersgd-4": ("green", (-9.0, -5.0)),
-        "dgc-adam-0.1-percent": ("blue", (0.0, 26.0)),
+        "powersgd-4": ("green", (-9.0, 15.0)),
+        "dgc-adam-0.1-percent": ("blue", (0.0, -16.0)),
     }
     table = rows("language.md", "method | bits per character | to dense | +- | dense / wire")
     points = []
     for name, (colour, label) in places.items():
         _, difference, error, times = table[name]
-        points.append(Point(name, number(times), -number(difference), number(error), colour, label))
+        points.append(Point(name, number(times), number(difference), number(error), colour, label))
     one, zero = table["onebit-adam"], table["zero-one-adam"]
     assert number(one[1]) < 0
     return draw_points(
@@ -382,9 +382,9 @@ def pysource() -> Picture:
         saved(0.8, 36, 1, 2, 5, 10, 20),
         Axis(
             "bits per character more than dense, %",
-            -24,
-            4,
-            [(-value, f"{value}") for value in (0, 5, 10, 15, 20)],
+            -4,
+            24,
+            [(value, f"{value}") for value in (0, 5, 10, 15, 20)],
         ),
         points,
     )
