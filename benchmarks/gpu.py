@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import options, print_json
-from benchmarks.stand_ins import provide_jaxtyping
+from benchmarks.stand_ins import patch_builtin, provide_jaxtyping
 
 TAKES = "10 min of a GPU, or 2 min with --dry-run"
 PAGE = Path(__file__).parents[1] / "docs" / "gpu.md"
@@ -67,6 +67,9 @@ def main(words: Iterable[str] | None = None) -> int:
         return 2
     if args.dry_run:
         os.environ["TRITON_INTERPRET"] = "1"
+        import triton.runtime.interpreter
+
+        triton.runtime.interpreter._patch_builtin = patch_builtin
     if provide_jaxtyping():
         print(f"jaxtyping is not installed; annotations are ignored ({sys.executable} -m pip install jaxtyping)")
     import torch

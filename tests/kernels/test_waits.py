@@ -66,80 +66,113 @@ def waits_of(compressor: Any, warm_up: int = 1) -> Any:
     return watch.seen
 
 
-def test_no_method_waits_elsewhere() -> None:
+def dgc_with(values: Any, indices: Any) -> Any:
+    memory = DGCSGDMemory(0.9, gradient_clipping=ClipByNorm(1.0))
+    return compression.DGCCompressor(0.05, memory, values=values, indices=indices)
+
+
+FORMATS_OF_DGC = [
+    (wire.CastValues("fp32"), wire.PlainIndices("int32")),
+    (wire.CastValues("fp16"), wire.PlainIndices("int32")),
+    (wire.SignValues(), wire.PackedIndices()),
+    (wire.Int8Values(), wire.RiceIndices()),
+    (wire.TwoBitValues(), wire.PlainIndices()),
+    (wire.CastValues("bf16"), wire.ChunkIndices()),
+]
+PER_CHUNK = (TopKPerChunk(32), wire.TwoBitValues())
+METHODS = [
+    *(partial(dgc_with, *form) for form in FORMATS_OF_DGC),
+    compression.ScaledSignCompressor,
+    compression.QSGDCompressor,
+    compression.TernGradCompressor,
+    compression.NaturalCompressor,
+    compression.OneBitCompressor,
+    compression.SignSGDCompressor,
+    compression.ThresholdCompressor,
+    lambda: compression.ThresholdCompressor(wire="scatter"),
+    lambda: compression.TwoPhaseCompressor(4, hadamard=True),
+    lambda: compression.DGCCompressor(1.0, DGCSGDMemory(0.9)),
+    lambda: contrib.RandomKCompressor(0.1),
+    lambda: compression.SparseCompressor(0.05, ResidualMemory(decay=0.95), *PER_CHUNK, vectors="sparse"),
+]
+
+
+@pytest.mark.parametrize("make", METHODS)
+def test_no_method_waits_but_for_what_ranks_report(make: Any) -> None:
     """DGC never waits, clipping included."""
-    for values, indices in (
-        (wire.CastValues("fp32"), wire.PlainIndices("int32")),
-        (wire.CastValues("fp16"), wire.PlainIndices("int32")),
-        (wire.SignValues(), wire.PackedIndices()),
-        (wire.Int8Values(), wire.RiceIndices()),
-        (wire.TwoBitValues(), wire.PlainIndices()),
-        (wire.CastValues("bf16"), wire.ChunkIndices()),
-    ):
-        memory = DGCSGDMemory(0.9, gradient_clipping=ClipByNorm(1.0))
-        seen = waits_of(compression.DGCCompressor(0.05, memory, values=values, indices=indices))
-        assert set(seen) == READ, (values, indices)
-    decaying = ResidualMemory(decay=0.95)
-    for method in (
-        compression.ScaledSignCompressor(),
-        compression.QSGDCompressor(),
-        compression.TernGradCompressor(),
-        compression.NaturalCompressor(),
-        compression.OneBitCompressor(),
-        compression.SignSGDCompressor(),
-        compression.ThresholdCompressor(),
-        compression.ThresholdCompressor(wire="scatter"),
-        compression.TwoPhaseCompressor(4, hadamard=True),
-        compression.DGCCompressor(1.0, DGCSGDMemory(0.9)),
-        contrib.RandomKCompressor(0.1),
-        compression.SparseCompressor(0.05, decaying, TopKPerChunk(32), wire.TwoBitValues(), vectors="sparse"),
-    ):
-        assert set(waits_of(method)) == READ, type(method).__name__
+    assert set(waits_of(make())) == READ
+
+
+def test_a_dense_exchange_never_waits() -> None:
     assert waits_of(compression.DenseCompressor()) == []
+
+
+def test_chunks_wait_once_more() -> None:
     chunks = compression.ChunkCompressor(0.1, DGCSGDMemory(0.9), 32)
     assert set(waits_of(chunks)) == {"compression/chunks.py reduce", *READ}
-    # One read at the end of a step: of what all ranks report, and of the largest magnitude.
-    rows: tuple[dict[str, Any], ...] = (
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
         {"rank": 1, "num_iters_per_step": 3},
         {"rank": 2, "warm_start": False, "orthogonalization": "qr"},
         {"rank": 2, "mode": "paper", "wire": "fp16"},
         {"rank": 1, "mode": "square", "warm_start": False, "orthogonalization": "authors"},
-    )
-    for settings in rows:
-        # even and odd half steps have tables of their own
-        seen = waits_of(compression.PowerSGDCompressor(min_compression_rate=0, **settings), warm_up=3)
-        assert seen == list(READ), settings
+    ],
+)
+def test_powersgd_reads_once_at_the_end_of_a_step(settings: dict[str, Any]) -> None:
+    """What all ranks report, and the largest magnitude."""
+    # even and odd half steps have tables of their own
+    seen = waits_of(compression.PowerSGDCompressor(min_compression_rate=0, **settings), warm_up=3)
+    assert seen == list(READ)
 
 
-def test_launches_for_a_payload_for_the_mean_of_all_ranks_and_of_powersgd(monkeypatch: Any) -> None:
-    """Kernels and PyTorch's operations. Their number does not depend on that of the ranks."""
-    elements = ("scaled signs", "2 bits", "QSGD", "TernGrad", "int8 blocks")
-    monkeypatch.setattr("benchmarks.gpu_steps.COUNTED_SHAPES", [(12, 20)] * 2)
-    for name, ranks, encoding, decoding in (
-        *(("DGC, fp16 and int32", ranks, (7, 0), (2, 0)) for ranks in (2, 16)),
-        ("top-k, bf16 and int32", 8, (7, 0), (2, 0)),
-        ("DGC, 2 bits and packed", 8, (8, 0), (3, 0)),
-        ("DGC, sign and Rice", 8, (9, 0), (3, 0)),
+def counts(make: Any, shapes: Any, ranks: int, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Kernels and PyTorch's operations, until the payload and from then on."""
+    monkeypatch.setattr("benchmarks.gpu_steps.COUNTED_SHAPES", shapes)
+    return [(own.kernels, own.operations) for own in launches_of(make, ranks, torch.device(DEVICE))]
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "encoding", "decoding"),
+    [
+        *(("DGC, fp16 and int32", ranks, (7, 0), (2, 0)) for ranks in (2, 5)),
+        ("top-k, bf16 and int32", 3, (7, 0), (2, 0)),
+        ("DGC, 2 bits and packed", 3, (8, 0), (3, 0)),
+        ("DGC, sign and Rice", 3, (9, 0), (3, 0)),
         # two until the payload, and one for the mean with all checks
-        *((name, 3, (2, 0), (1, 0)) for name in elements),
+        *((name, 3, (2, 0), (1, 0)) for name in ("scaled signs", "2 bits", "QSGD", "TernGrad", "int8 blocks")),
         # the answer of a chunk is part of what follows the first payloads
         ("two phases, int8", 2, (3, 1), (6, 3)),
-        ("two phases, int4", 16, (3, 1), (6, 3)),
-    ):
-        both = launches_of(COUNTED[name], ranks, torch.device(DEVICE))
-        assert [(own.kernels, own.operations) for own in both] == [encoding, decoding], (name, ranks)
-    # PyTorch's included: of all half steps, with matrices of one shape and of three.
-    shapes: Any = {1: [(20, 30)] * 2, 3: [(20, 30), (7,), (6, 4), (9, 70)]}
-    cases: list[Any] = [({"rank": rank}, groups, 7) for rank in (1, 2, 4) for groups in shapes]
-    cases += [({"rank": 2, "wire": "fp16"}, 1, 8), ({"rank": 2, "mode": "square"}, 3, 13)]
-    cases += [({"rank": 4, "mode": "paper"}, groups, 9) for groups in shapes]
-    # the factors of each shape are joined, on two sides of two products
-    cases += [({"rank": 1, "num_iters_per_step": 2}, groups, 10 + 4 * groups) for groups in shapes]
-    for settings, groups, expected in cases:
-        monkeypatch.setattr("benchmarks.gpu_steps.COUNTED_SHAPES", shapes[groups])
-        make = partial(compression.PowerSGDCompressor, min_compression_rate=0, **settings)
-        both = launches_of(make, 2, torch.device(DEVICE))
-        assert sum(own.kernels + own.operations for own in both) == expected, (settings, groups)
+        ("two phases, int4", 5, (3, 1), (6, 3)),
+    ],
+)
+def test_launches_for_a_payload_and_for_the_mean_of_any_number_of_ranks(
+    name: str, ranks: int, encoding: Any, decoding: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert counts(COUNTED[name], [(12, 20)] * 2, ranks, monkeypatch) == [encoding, decoding]
+
+
+POWERSGD: Any = {1: [(20, 30)] * 2, 3: [(20, 30), (7,), (6, 4), (9, 70)]}  # by the number of matrices' shapes
+
+
+@pytest.mark.parametrize(
+    ("settings", "groups", "expected"),
+    [
+        *(({"rank": rank}, groups, 7) for rank in (1, 2, 4) for groups in POWERSGD),
+        ({"rank": 2, "wire": "fp16"}, 1, 8),
+        ({"rank": 2, "mode": "square"}, 3, 13),
+        *(({"rank": 4, "mode": "paper"}, groups, 9) for groups in POWERSGD),
+        # the factors of each shape are joined, on two sides of two products
+        *(({"rank": 1, "num_iters_per_step": 2}, groups, 10 + 4 * groups) for groups in POWERSGD),
+    ],
+)
+def test_launches_of_all_half_steps_of_powersgd(
+    settings: Any, groups: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = partial(compression.PowerSGDCompressor, min_compression_rate=0, **settings)
+    assert sum(map(sum, counts(make, POWERSGD[groups], 2, monkeypatch))) == expected
 
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off on a GPU")
