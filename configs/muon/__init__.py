@@ -2,8 +2,8 @@
 
 An experiment that has Adam or AdamW keeps the settings that it names, except for weight decay. The others are
 those of MuonWithAdamW. Matrices get `muon_lr_ratio` times the learning rate. The log shows which parameters are
-Muon's: an output layer among them needs its name in `parameter_groups.head`. On a CPU without instructions for
-bf16, `ns_precision` "fp32" is many times faster.
+Muon's: an output layer among them needs its name in `parameter_groups.head`. It also has the type of Newton-Schulz
+iterations, which `ns_precision` "auto" chooses by the processor: ranks with different ones need "bf16" or "fp32".
 """
 
 from dgc.optim import MuonWithAdamW, muon_groups

@@ -387,6 +387,14 @@ class SupportsCorrectedGradients(Protocol):
 
 
 @runtime_checkable
+class ChoosesByProcessor(Protocol):
+    """An optimizer with settings that it chooses by the processor, and on which its result depends."""
+
+    @property
+    def chosen_by_processor(self) -> Mapping[str, object]: ...
+
+
+@runtime_checkable
 class JudgesCompressors(Protocol):
     """An optimizer that warns of compressors which do not suit it."""
 
@@ -407,7 +415,7 @@ class MomentumCheck:
     A scheduler that cycles momentum, or a loaded state, changes the momentum of the optimizer only.
 
     factor: of the mean over the ranks, in the optimizer's gradients. Raises ValueError as `assign_momentum` and
-    `share_momentum`.
+    `share_momentum`, and if ranks with other processors have chosen other settings.
     """
 
     def __init__(
@@ -415,6 +423,13 @@ class MomentumCheck:
     ):
         assign_momentum(optimizer, planned)
         share_momentum(optimizer, planned, transport, factor)
+        if isinstance(optimizer, ChoosesByProcessor):
+            try:
+                check_settings(transport, "optimizer.processor", **optimizer.chosen_by_processor)
+            except ValueError as error:
+                raise ValueError(
+                    f"{error}. Ranks with other processors choose otherwise: give the setting"
+                ) from None
         compressors = {p: plan.compressor for plan in planned for p in plan.parameters}
         warn_of_unsuited(optimizer, compressors, transport)
         if transport.rank == 0:

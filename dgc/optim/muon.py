@@ -17,6 +17,8 @@ several matrices, each with NS and s of its own.
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -40,6 +42,7 @@ UNSUITED = {
     ("DoubleSqueezeCompressor", True, True): "loses much with Muon, which enlarges errors of its gradients",
     **{(f"{kind}Compressor", False, True): _SIGNS for kind in ("DoubleSqueeze", "ScaledSign", "SignSGD")},
 }
+CPU_FLAGS = Path("/proc/cpuinfo")
 NS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 BUFFER, MOMENTS = "momentum_buffer", {"step", "exp_avg", "exp_avg_sq"}
 ADJUST_LR = ("match_rms_adamw", "original", None)  # None: as "original"
@@ -49,10 +52,11 @@ _ANY = [torch.empty(1, 1, dtype=torch.float32)]  # optimizers take no empty list
 class MuonWithAdamW(Optimizer):
     """`torch.optim.Muon` for groups with `muon=True` and `torch.optim.AdamW` for others, as one optimizer.
 
-    With ns_precision="bf16" it computes the bits of the two. Schedulers and checkpoints see one optimizer. A
-    scheduler that sets absolute rates, such as OneCycleLR, needs one for each group, and cycle_momentum=False,
-    because the momenta of the two have other names. Parameters may be sharded by FSDP2: each matrix is gathered
-    once per step, in the type of `ns_precision`, and all ranks need the same matrices to have a gradient.
+    With ns_precision="bf16" it computes the bits of the two. `description()` says in which type it iterates.
+    Schedulers and checkpoints see one optimizer. A scheduler that sets absolute rates, such as OneCycleLR, needs one
+    for each group, and cycle_momentum=False, because the momenta of the two have other names. Parameters may be
+    sharded by FSDP2: each matrix is gathered once per step, in the type of `ns_precision`, and all ranks need the
+    same matrices to have a gradient.
 
     Args:
         params: Parameter groups of `muon_groups(model)`. A group may set what the optimizer has, and `muon` and
@@ -68,7 +72,8 @@ class MuonWithAdamW(Optimizer):
         adjust_lr_fn: Factor of Muon's learning rate by the shape of a matrix: "match_rms_adamw" is 0.2 times the
             root of its longer side, "original" the root of rows / columns, and at least 1.
         ns_precision: Type of Newton-Schulz iterations: "bf16", as torch's Muon, or "fp32", which is many times
-            faster on a CPU without instructions for bf16.
+            faster on a CPU without instructions for bf16. "auto" chooses the faster one for the device of each
+            group's parameters when the group is added. The choice is a setting of the group, so a state keeps it.
 
     Raises:
         ImportError: torch is older than 2.9, and has no Muon.
@@ -93,7 +98,7 @@ class MuonWithAdamW(Optimizer):
         nesterov: bool = True,
         ns_steps: int = 5,
         adjust_lr_fn: str = "match_rms_adamw",
-        ns_precision: str = "bf16",
+        ns_precision: str = "auto",
     ):
         TORCH.check(torch.optim, TORCH.since)
         require("a number", NUMBER, muon_lr_ratio=muon_lr_ratio)
@@ -101,7 +106,8 @@ class MuonWithAdamW(Optimizer):
             raise ValueError(f"muon_lr_ratio must be above 0 and finite, not {muon_lr_ratio}")
         own = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
         common = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
-        _check_group({"muon": True, "betas": betas, **own, **common, "ns_precision": ns_precision})
+        known = fastest_precision(torch.device("cpu")) if ns_precision == "auto" else ns_precision
+        _check_group({"muon": True, "betas": betas, **own, **common, "ns_precision": known})
         muon = _muon(lr=lr * muon_lr_ratio, weight_decay=weight_decay, **own)
         adamw = _adamw(**common, betas=(betas[0], betas[1]))
         self._settings = {
@@ -132,9 +138,12 @@ class MuonWithAdamW(Optimizer):
         params = param_group["params"]
         params = params if isinstance(params, Tensor | set) else list(params)
         group = {**self._settings[is_muon], **param_group, "params": params, "muon": is_muon}
+        given = [] if not is_muon else [params] if isinstance(params, Tensor) else params
+        matrices = [each[1] if isinstance(each, tuple) else each for each in given]  # of named_parameters() too
+        if matrices and group["ns_precision"] == "auto":
+            group["ns_precision"] = fastest_precision(matrices[0].device)
         _check_group(group)
-        matrices = [] if not is_muon else [params] if isinstance(params, Tensor) else params
-        for p in (each[1] if isinstance(each, tuple) else each for each in matrices):  # of named_parameters() too
+        for p in matrices:
             if p.dim() != 2 or p.is_complex():
                 raise ValueError(f"Muon takes real matrices, not {tuple(p.shape)} of {p.dtype}: see muon_groups")
             rows_of(p.shape, group["parts"])
@@ -163,6 +172,18 @@ class MuonWithAdamW(Optimizer):
         """Load a state that was saved with the same groups."""
         check_optimizer_state(self, state_dict)
         super().load_state_dict(state_dict)
+
+    @property
+    def chosen_by_processor(self) -> dict[str, object]:
+        """What must be the same on all ranks, and "auto" may have chosen by the processor."""
+        return {"ns_precision": [group["ns_precision"] for group in self.param_groups if group["muon"]]}
+
+    def description(self) -> str:
+        """In which type the Newton-Schulz iterations run, and who has chosen it."""
+        found = sorted({group["ns_precision"] for group in self.param_groups if group["muon"]})
+        chosen = self._settings[True]["ns_precision"] == "auto"
+        how = 'ns_precision="auto": the faster type here, or that of a loaded state' if chosen else "ns_precision"
+        return f"Muon iterates in {' and '.join(found)} ({how})"
 
     def warn_of(self, compressors: Mapping[Tensor, Compressor], of_gradients: bool) -> None:
         """Warn of compressors that do not suit Muon, or gradients for AdamW: see docs/methods.md."""
@@ -268,9 +289,33 @@ def _check_group(group: Mapping[str, Any]) -> None:
         or not all(math.isfinite(as_number(each)) for each in coefficients)
     ):
         raise ValueError(f"ns_coefficients must be three numbers, not {coefficients!r}")
-    for key, known in (("ns_precision", tuple(NS)), ("adjust_lr_fn", ADJUST_LR)):
-        if group[key] not in known:
-            raise ValueError(f"{key} must be one of {', '.join(map(str, known))}, not {group[key]!r}")
+    if group["ns_precision"] not in NS:
+        raise ValueError(f"ns_precision must be one of auto, {', '.join(NS)}, not {group['ns_precision']!r}")
+    if group["adjust_lr_fn"] not in ADJUST_LR:
+        known = ", ".join(map(str, ADJUST_LR))
+        raise ValueError(f"adjust_lr_fn must be one of {known}, not {group['adjust_lr_fn']!r}")
+
+
+def fastest_precision(device: torch.device) -> str:
+    """The type, "bf16" or "fp32", in which products of matrices are faster on a device.
+
+    A model on the device "meta" is taken to get to a GPU if there is one.
+    """
+    if device.type == "cuda" or (device.type == "meta" and torch.cuda.is_available()):
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+    if device.type in ("cpu", "meta"):
+        return "bf16" if multiplies_bf16(CPU_FLAGS) else "fp32"
+    return "bf16"
+
+
+@cache
+def multiplies_bf16(flags: Path) -> bool:
+    """Whether the CPU has instructions for products of bf16, which PyTorch uses through oneDNN."""
+    try:
+        words = set(flags.read_text().split())
+    except OSError:
+        return False
+    return torch.backends.mkldnn.is_available() and not words.isdisjoint(("avx512_bf16", "amx_bf16"))
 
 
 def newton_schulz(u: Tensor, group: Mapping[str, Any]) -> Tensor:

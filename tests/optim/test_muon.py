@@ -36,7 +36,7 @@ def test_one_rank_has_the_bits_of_the_two_optimizers() -> None:
     adamw = torch.optim.AdamW(vectors, 0.01, (0.9, 0.95), weight_decay=0.1, foreach=False)
     two = [torch.optim.Muon(matrices, 0.03, momentum=0.9, adjust_lr_fn=adjust), adamw]
     groups = [{**group, "foreach": False} if not group["muon"] else group for group in muon_groups(model, HEAD)]
-    own = MuonWithAdamW(groups, 0.01, muon_lr_ratio=3.0, momentum=0.9)
+    own = MuonWithAdamW(groups, 0.01, muon_lr_ratio=3.0, momentum=0.9, ns_precision="bf16")
     wrapped = nets.wrap(model, nets.alone(), lambda _: own)
     schedules = [torch.optim.lr_scheduler.LambdaLR(each, lambda step: 1 / (1 + step)) for each in (own, *two)]
     for step in range(4):
@@ -87,6 +87,74 @@ def test_iterations_in_fp32_are_near_those_in_bf16_and_make_singular_values_near
         assert torch.cosine_similarity(ends[0], ends[1], dim=0) > 0.999
         values = torch.linalg.svdvals(newton_schulz(gradient, optimizer.param_groups[0]))
         assert 0.6 < values.min() and values.max() < 1.25
+
+
+FLAGS = {"bf16": "flags : avx2 avx512f avx512_bf16", "fp32": "flags : avx2 avx512f"}
+
+
+@pytest.fixture
+def processor(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Takes the processor of this machine for one whose faster type is given."""
+
+    def use(precision: str) -> None:
+        flags = tmp_path / precision
+        flags.write_text(FLAGS[precision])
+        monkeypatch.setattr("dgc.optim.muon.CPU_FLAGS", flags)
+
+    return use
+
+
+def precisions(optimizer: Any) -> list[str]:
+    return [group["ns_precision"] for group in optimizer.param_groups if group["muon"]]
+
+
+@pytest.mark.parametrize("precision", FLAGS)
+def test_the_precision_is_that_of_the_processor(processor: Any, precision: str) -> None:
+    processor(precision)
+    own = muon(nets.net())
+    own.add_param_group({"params": [torch.zeros(2, 2)], "muon": True})
+    assert precisions(own) == [precision] * 2
+    assert own.description().startswith(f'Muon iterates in {precision} (ns_precision="auto"')
+
+
+def test_without_a_list_of_instructions_the_precision_is_fp32(monkeypatch: Any, tmp_path: Any) -> None:
+    monkeypatch.setattr("dgc.optim.muon.CPU_FLAGS", tmp_path / "absent")
+    assert precisions(muon(nets.net())) == ["fp32"]
+
+
+@pytest.mark.parametrize("precision", FLAGS)
+def test_a_given_precision_is_kept(processor: Any, precision: str) -> None:
+    for fast in FLAGS:
+        processor(fast)
+        own = muon(nets.net(), ns_precision=precision)
+        assert precisions(own) == [precision]
+        assert own.description() == f"Muon iterates in {precision} (ns_precision)"
+
+
+def test_a_resumed_run_keeps_the_precision_of_its_state_on_another_processor(processor: Any) -> None:
+    processor("bf16")
+    model = nets.net()
+    own = muon(model)
+    nets.train(model, own, range(2), loss=nets.loss_of)
+    processor("fp32")
+    other_model = copy.deepcopy(model)
+    other = muon(other_model)
+    assert precisions(other) == ["fp32"]
+    other.load_state_dict(copy.deepcopy(own.state_dict()))
+    assert precisions(other) == ["bf16"]
+    for net, optimizer in ((model, own), (other_model, other)):
+        nets.train(net, optimizer, [2], loss=nets.loss_of)
+    nets.assert_same(model, other_model, exactly=True)
+
+
+def test_ranks_whose_processors_have_chosen_other_precisions_are_refused() -> None:
+    def body(model: Any, transport: Any) -> None:
+        with pytest.raises(
+            ValueError, match=r"ns_precision\[0\] is '\w+' on rank 0 and '\w+' on rank 1.*give the setting"
+        ):
+            nets.wrap(model, transport, partial(muon, ns_precision=("bf16", "fp32")[transport.rank]))
+
+    nets.run(2, body)
 
 
 def test_states_and_ranks_with_four_bits() -> None:
@@ -223,7 +291,7 @@ def test_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             ({"lr": -1.0}, "lr must be a finite number of 0 or more"),
             ({"eps": -1.0}, "eps must"),
         ),
-        ({"ns_precision": "fp16"}, "ns_precision must be one of bf16, fp32"),
+        ({"ns_precision": "fp16"}, "ns_precision must be one of auto, bf16, fp32"),
         ({"adjust_lr_fn": "rms"}, "adjust_lr_fn must be one of match_rms_adamw, original, None"),
     ]
     refused: list[tuple[dict[str, Any], str]] = [
