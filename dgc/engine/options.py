@@ -95,11 +95,20 @@ def check_steps(optimizer: Any, adapter: str) -> None:
             f"{kind} steps another optimizer, {type(inner).__name__}, and may do more, such as unscale gradients "
             f"or leave steps out. {adapter} steps an optimizer itself: pass the {type(inner).__name__}"
         )
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Whether the optimizer cannot step without a closure, which it then calls as often as it needs."""
     closure = signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is Parameter.empty:
+    return closure is not None and closure.default is Parameter.empty
+
+
+def check_needs_no_closure(optimizer: Optimizer, adapter: str) -> None:
+    """Raise ValueError for an optimizer that evaluates the loss itself. adapter: The class that steps it."""
+    if needs_closure(optimizer):
         raise ValueError(
-            f"{kind} evaluates its closure several times in a step, and each rank would decide by its own loss "
-            f"how often. {adapter} needs an optimizer that steps on given gradients"
+            f"{type(optimizer).__name__} evaluates its closure several times in a step, and each rank would "
+            f"decide by its own loss how often. {adapter} needs an optimizer that steps on given gradients"
         )
 
 

@@ -42,6 +42,7 @@ from dgc.engine.options import (
     SupportsCorrectedGradients,
     as_route,
     check_arguments,
+    check_needs_no_closure,
     check_no_unfrozen,
     check_nonfinite,
     check_not_sharded,
@@ -127,6 +128,7 @@ class DistributedOptimizer(Wrapper):
         check_arguments(backward_passes_per_step, gradient_predivide_factor, num_groups, groups)
         check_nonfinite(nonfinite, grad_scaler)
         check_steps(optimizer, "DistributedOptimizer")
+        check_needs_no_closure(optimizer, "DistributedOptimizer")
         if process_set is not None:
             if transport is not None:
                 raise ValueError("process_set and transport both choose the ranks: give one of them")

@@ -5,7 +5,6 @@ import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from inspect import Parameter, signature
 from math import isnan
 from time import perf_counter
 from typing import Any
@@ -33,6 +32,7 @@ from dgc.engine.options import (
     load_optimizer_state,
     loss_of,
     name_parameters,
+    needs_closure,
     unique_prefix,
     warn_of_unsuited,
 )
@@ -513,12 +513,6 @@ def unchanged_on_error(optimizer: Optimizer) -> Iterator[None]:
     except BaseException:
         vars(optimizer).update(before)  # torch replaces both
         raise
-
-
-def needs_closure(optimizer: Optimizer) -> bool:
-    """Whether the optimizer cannot step without a closure."""
-    closure = signature(optimizer.step).parameters.get("closure")
-    return closure is not None and closure.default is Parameter.empty
 
 
 def check_method(method: Any) -> None:

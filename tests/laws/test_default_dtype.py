@@ -162,7 +162,9 @@ def declared(body: Callable[[LockstepTransport], list[Tensor]]) -> Callable[[Loc
 
 def average_models(make: Callable[[], Gossip], world: LockstepWorld) -> list[Tensor]:
     def body(transport: LockstepTransport) -> list[Tensor]:
-        own = Trained(transport, make()).scatter()
+        own = Trained(transport, make())
+        own.go_apart()
+        own.scatter()
         for step in range(4):
             own.optimizer.begin_epoch(step // 2)
             own.step()

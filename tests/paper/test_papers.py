@@ -66,7 +66,7 @@ def test_the_worked_examples_of_mxnet() -> None:
     residual = torch.tensor([0.0, 0.125, -0.25, 0.375, 0.0, 0.0])
     two, one = (Ranks(1, partial(paper.Threshold, *s), [(6,)]) for s in ((2, 0.5), (1, 0.0)))
     for ranks in (two, one):
-        ranks.states[0].load_state_dict({"residual": {"p0": residual}, "steps": {"p0": 0}})
+        ranks.states[0].load_state_dict({"method": "Threshold", "residual": {"p0": residual}, "steps": {"p0": 0}})
     assert two.step([g]).tolist() == [0.5, 0.0, -0.5, 0.5, -0.5, 0.0]
     assert two.errors()[0].tolist() == [0.25, 0.375, -0.375, 0.0, 0.0, 0.375]
     following = torch.tensor([0.0, 0.125, -0.125, 0.0, 0.0, 0.5])

@@ -296,7 +296,7 @@ def test_a_tree_that_is_too_deep_or_contains_itself_is_one_error(write: str, tex
 
 def test_words_that_are_nested_too_deeply_are_one_error() -> None:
     for words in (
-        ["--configs." + ".".join(500 * "a"), "1"],
+        ["--configs." + ".".join("a" * 500), "1"],
         ["--configs.seed", 500 * "${" + "a" + 500 * "}"],
         ["--configs.train.meters", 500 * "[" + 500 * "]"],
     ):
