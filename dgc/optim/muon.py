@@ -53,10 +53,10 @@ class MuonWithAdamW(Optimizer):
     """`torch.optim.Muon` for groups with `muon=True` and `torch.optim.AdamW` for others, as one optimizer.
 
     With ns_precision="bf16" it computes the bits of the two. `description()` says in which type it iterates.
-    Schedulers and checkpoints see one optimizer. A scheduler that sets absolute rates, such as OneCycleLR, needs one
-    for each group, and cycle_momentum=False, because the momenta of the two have other names. Parameters may be
-    sharded by FSDP2: each matrix is gathered once per step, in the type of `ns_precision`, and all ranks need the
-    same matrices to have a gradient.
+    Schedulers and checkpoints see one optimizer. A scheduler that sets absolute rates, such as OneCycleLR, needs
+    one for each group, and cycle_momentum=False, because the momenta of the two have other names. Parameters may
+    be sharded by FSDP2: each matrix is gathered once per step, in the type of `ns_precision`, and all ranks need
+    the same matrices to have a gradient.
 
     Args:
         params: Parameter groups of `muon_groups(model)`. A group may set what the optimizer has, and `muon` and
