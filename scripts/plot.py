@@ -3,6 +3,8 @@
     python -m scripts.plot 'runs/[imagenet.resnet50+gossip.sgp].np8' runs/imagenet.resnet50.np8
     python -m scripts.plot --out figures 'SGP, 10 Gbit/s=runs/a' 'SGP, 100 Gbit/s=runs/b'
 
+A folder of runs stands for the runs in it.
+
     error      training and validation error after each epoch, against time and against iterations
     bytes      the metric (train.metric) after each epoch, against the wire bytes of one rank (docs/bytes.md)
     scaling    average time per iteration and samples per second, against the number of ranks
@@ -49,6 +51,38 @@ def read(word: str) -> Run:
     return reader(directory, label)
 
 
+def find_runs(words: Sequence[str]) -> list[str]:
+    """The words, with the runs of a folder in its place. What has no run is left out with a warning.
+
+    Raises PlotError if a word names nothing, or a label is that of several runs.
+    """
+    found: list[str] = []
+    without: list[str] = []
+    for word in words:
+        if Path(word).is_file():
+            without.append(word)
+            continue
+        label, directory = split_label(word)
+        runs = runs_below(directory)
+        if label is not None and len(runs) > 1:
+            raise PlotError(f"{word}: {directory} has {len(runs)} runs; give each its own label, or none")
+        found += [str(run) if label is None else f"{label}={run}" for run in runs]
+        without += [] if runs else [word]
+    if not found:
+        return list(words)  # reading them says why they are no runs
+    for word in without:
+        warnings.warn(f"{word} has no run and is left out", stacklevel=2)
+    return found
+
+
+def runs_below(directory: Path, levels: int = 3) -> list[Path]:
+    """The directory, if it is one of a run; else the runs in its folders, sorted."""
+    if any(directory.glob("events.out.tfevents.*")) or has_csv(directory) or (directory / "config.yaml").is_file():
+        return [directory]
+    folders = sorted(path for path in directory.iterdir() if path.is_dir()) if levels else []
+    return [run for folder in folders for run in runs_below(folder, levels - 1)]
+
+
 def draw(runs: Sequence[Run], out: Path, formats: Sequence[str]) -> list[Path]:
     """Writes the figures of `runs` and returns the files written."""
     check_comparable(runs)
@@ -76,14 +110,16 @@ def draw(runs: Sequence[Run], out: Path, formats: Sequence[str]) -> list[Path]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.plot", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("runs", nargs="+", metavar="RUN_DIR", help="a run directory, or LABEL=RUN_DIR")
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN_DIR", help="a run directory, LABEL=RUN_DIR, or a folder of runs"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/plots"), metavar="DIR", help="default: runs/plots")
     parser.add_argument("--formats", nargs="+", choices=["png", "svg", "pdf"], default=["png", "svg"])
     args = parser.parse_args(argv)
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
-            written = draw([read(word) for word in args.runs], args.out, args.formats)
+            written = draw([read(word) for word in find_runs(args.runs)], args.out, args.formats)
     except (PlotError, OSError) as error:
         print(f"plot: {error}", file=sys.stderr)
         return 2

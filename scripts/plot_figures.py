@@ -2,6 +2,7 @@
 steps. In all figures the colour shows the method, and the marker or the line style shows the number of ranks.
 """
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
+from matplotlib.ticker import EngFormatter, FixedLocator, Formatter, MaxNLocator, NullLocator
 
 from dgc_training.logging.formatting import plural
 from scripts.plot_runs import Curve, Run, mean
@@ -38,10 +40,14 @@ def names(runs: Sequence[Run]) -> list[str]:
     found = [run.label for run in runs]
     if len({run.ranks for run in runs}) > 1:
         found = [f"{run.label}, {plural(run.ranks, 'rank')}" for run in runs]
-    return [
-        f"{name} ({run.directory.resolve().name})" if found.count(name) > 1 else name
-        for name, run in zip(found, runs, strict=True)
-    ]
+    for parts in (1, 2, 3):  # of the path: a folder of runs may have one of the same name
+        ends = ["/".join(run.directory.resolve().parts[-parts:]) for run in runs]
+        told = [
+            f"{name} ({end})" if found.count(name) > 1 else name for name, end in zip(found, ends, strict=True)
+        ]
+        if len({*told}) == len({(name, run.directory.resolve()) for name, run in zip(found, runs, strict=True)}):
+            break
+    return told
 
 
 def methods(runs: Sequence[Run]) -> list[tuple[str, int]]:
@@ -87,6 +93,21 @@ def draw_line(axes: Axes, x: Sequence[float], y: Sequence[float], line: str, **s
     """Draws a line with at most 20 markers, which are not clipped at the edge of the axes."""
     (drawn,) = axes.plot(x, y, line, markevery=1 + len(x) // 20, clip_on=False, **style)
     drawn.set_in_layout(False)  # unclipped markers would otherwise change the margins of the figure
+
+
+def log_axis(axis: Axis, formatter: Formatter | str, labels: int) -> None:
+    """At most so many labels: at 1, 2 and 5 of every decade, at 1 only, or at round numbers of a short range."""
+    low, high = sorted(axis.get_view_interval())
+    exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    ticks = [m * 10.0**e for e in exponents for m in (1, 2, 5) if low <= m * 10.0**e <= high]
+    if len(ticks) > labels:
+        decades = [10.0**e for e in exponents if low <= 10.0**e <= high]
+        ticks = decades[:: math.ceil(len(decades) / labels)]
+    elif len(ticks) < 2:
+        ticks = [tick for tick in MaxNLocator(3).tick_values(low, high) if low <= tick <= high]
+    axis.set_major_locator(FixedLocator(ticks))
+    axis.set_major_formatter(formatter)
+    axis.set_minor_locator(NullLocator())
 
 
 def legend(drawn: Figure, handles: list[Any]) -> None:
@@ -160,9 +181,7 @@ def bytes_figure(runs: Sequence[Run]) -> Figure | None:
             draw_line(axes, wire, metric, "-", color=colour, marker=marker)
             handles.append(Line2D([], [], color=colour, marker=marker, label=name))
     axes.set(xlabel="bytes sent by one rank", ylabel=f"{metric_label(runs[0])}, validation", xscale="log")
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.xaxis.set_major_formatter(EngFormatter("B"))
-    axes.xaxis.set_minor_locator(NullLocator())
+    log_axis(axes.xaxis, EngFormatter("B"), labels=9)
     legend(drawn, handles)
     return drawn
 

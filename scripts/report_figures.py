@@ -6,17 +6,15 @@ only colours, so that each variable is drawn as a colour of its own and replaced
 
 import io
 import re
-import textwrap
 from collections.abc import Iterable, Sequence
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, Formatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from scripts.plot_figures import draw_line, smooth, time_unit
+from scripts.plot_figures import draw_line, log_axis, smooth, time_unit
 from scripts.report_runs import PHASES, ReportedRun
 
 COLOURS = 8  # of runs, in the page's style; later runs repeat them with another kind of line
@@ -99,14 +97,6 @@ def look(number: int) -> tuple[str, str]:
     return RUN % (number % COLOURS), LINES[number // COLOURS % len(LINES)]
 
 
-def log_axis(axis: Axis, formatter: Formatter | str, most: float) -> None:
-    """Labels at 1, 2 and 5 of every decade, or at 1 only where the axis has more than `most` decades."""
-    low, high = axis.get_view_interval()
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high <= low * 10**most else (1,), numticks=8))
-    axis.set_major_formatter(formatter)
-    axis.set_minor_locator(NullLocator())
-
-
 def quality_figure(runs: Sequence[ReportedRun], against: str) -> Figure | None:
     """The metric after each epoch. against: "epochs", "bytes" of one rank, or "time" in training steps."""
     figure, axes = new_figure()
@@ -130,7 +120,7 @@ def quality_figure(runs: Sequence[ReportedRun], against: str) -> Figure | None:
     axes.set(xlabel=labels[against], ylabel=common_unit(runs))
     if against == "bytes":
         axes.set_xscale("log")
-        log_axis(axes.xaxis, EngFormatter("B"), most=1.5)
+        log_axis(axes.xaxis, EngFormatter("B"), labels=6)
     else:
         axes.set_xlim(left=0)
         axes.xaxis.set_major_locator(MaxNLocator(7, integer=against == "epochs"))
@@ -155,7 +145,7 @@ def loss_figure(runs: Sequence[ReportedRun]) -> Figure | None:
     axes.set_xlim(left=0)
     if all(value > 0 for _, curve in curves for value in curve.y):
         axes.set_yscale("log")
-        log_axis(axes.yaxis, "{x:g}", most=3.5)
+        log_axis(axes.yaxis, "{x:g}", labels=11)
     return figure if curves else None
 
 
@@ -177,8 +167,15 @@ def traffic_figure(runs: Sequence[ReportedRun]) -> Figure | None:
     axes.set_xlim(left=0)
     low, high = axes.get_ylim()
     axes.set_ylim(low / 2, high * 2)  # bytes that hardly change are a level line
-    log_axis(axes.yaxis, EngFormatter("B"), most=3.5)
+    log_axis(axes.yaxis, EngFormatter("B"), labels=11)
     return figure if sent else None
+
+
+def shortened(names: Sequence[str], most: int = 40) -> list[str]:
+    """Names of at most so many characters: long ones without their middle, unless they would then be equal."""
+    half = (most - 3) // 2
+    short = [name if len(name) <= most else f"{name[:half]} … {name[-half:]}" for name in names]
+    return [cut if short.count(cut) == 1 else name for cut, name in zip(short, names, strict=True)]
 
 
 def phases_figure(runs: Sequence[ReportedRun]) -> Figure | None:
@@ -196,8 +193,7 @@ def phases_figure(runs: Sequence[ReportedRun]) -> Figure | None:
             axes.barh(y, width, left=left, height=0.62, color=PHASE % i, linewidth=0)
             left += width
         axes.annotate(f"{left:.3g} {unit}", (left, y), xytext=(4, 0), textcoords="offset points", va="center")
-    labels = [textwrap.shorten(run.name, 40, placeholder=" …") for run in known]
-    axes.set_yticks(range(len(known)), labels)
+    axes.set_yticks(range(len(known)), shortened([run.name for run in known]))
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(len(known) - 0.5, -0.5)
     axes.set_xlim(0, 1.08 * factor * longest)

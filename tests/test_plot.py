@@ -5,7 +5,7 @@ import json
 import statistics
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,9 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
 from refusals import refuse
 from simulated import CNN, summary_of, train_in
 
@@ -21,7 +24,7 @@ from scripts.gossip.csv_runs import read_run
 from scripts.gossip.rank_csv import CsvLog, Increments, Running
 from scripts.gossip.rank_csv import accuracy as scores
 from scripts.plot import main
-from scripts.plot_figures import colours, names, time_unit
+from scripts.plot_figures import colours, log_axis, names, time_unit
 from scripts.plot_runs import check_comparable, is_lower_better, metric_of, unit_of
 from scripts.report_runs import read_reported
 from scripts.run_files import PlotError
@@ -275,6 +278,21 @@ def test_labels_names_and_colours(tmp_path: Path) -> None:
     assert red[0] > max(red[1:3]) and green[1] > max(green[0], green[2])
     assert blue != other_blue and all(shade[2] > shade[0] for shade in (blue, other_blue))
     assert cycle == ["C1", "C4", "C4"]
+
+
+@pytest.mark.parametrize("ratio", [1.0, 1.02, 1.5, 2, 5, 10, 30, 100, 1e4, 1e8])
+@pytest.mark.parametrize(("width", "labels"), [(4.5, 6), (7, 9)])
+def test_labels_of_a_logarithmic_axis_do_not_overlap(width: float, labels: int, ratio: float) -> None:
+    for first in (1.0, 3.3e3, 6.2e10):
+        figure = Figure(figsize=(width, 3.1), layout="constrained")
+        axes = figure.subplots()
+        axes.plot([first, first * ratio], [1, 2])
+        axes.set_xscale("log")
+        log_axis(axes.xaxis, EngFormatter("B"), labels)
+        FigureCanvasAgg(figure).draw()
+        boxes = [tick.label1.get_window_extent() for tick in axes.xaxis.get_major_ticks()]
+        assert 2 <= len(boxes) <= labels
+        assert all(left.x1 < right.x0 for left, right in pairwise(boxes))
 
 
 def test_figures(tmp_path: Path) -> None:

@@ -19,7 +19,9 @@ from torch.utils.tensorboard.summary import hparams
 
 from dgc_training.logging.formatting import human_bytes
 from scripts import plot
+from scripts.plot import find_runs
 from scripts.report import main
+from scripts.report_figures import shortened
 from scripts.report_page import page, seconds, sent
 from scripts.report_runs import PHASES, differing_settings, disjoint, read_reported
 
@@ -391,8 +393,9 @@ def test_no_runs_and_files_that_may_not_be_read(tmp_path: Path, capsys: Printed,
     (tmp_path / "file").write_text("")
     run, page = made(tmp_path / "run"), tmp_path / "page"
     there_is_none = "there is no run directory"
-    names = {"empty": "Give the directory of a run: runs/NAME.npN", "file": "", "absent": there_is_none}
-    for name, message in {**names, "a\nb\x1b": there_is_none, "\udcff": there_is_none}.items():
+    assert "Give the directory of a run: runs/NAME.npN" in refused(capsys, tmp_path / "empty", "--out", page)
+    assert there_is_none in refused(capsys, tmp_path / "file", "--out", page)
+    for name, message in dict.fromkeys(("absent", "a\nb\x1b", "\udcff"), there_is_none).items():
         line = refused(capsys, run, tmp_path / name, "--out", page)
         assert message in line and (ascii(name)[1:-1] in ascii(line) or not name.isprintable())
         assert not page.exists()
@@ -414,6 +417,36 @@ def test_no_runs_and_files_that_may_not_be_read(tmp_path: Path, capsys: Printed,
     assert f"{run} has neither CSV files" in refused(capsys, run)
     with pytest.raises(SystemExit):
         main([])
+
+
+def test_a_folder_of_runs_stands_for_its_runs_and_what_has_none_is_left_out(
+    tmp_path: Path, capsys: Printed
+) -> None:
+    for name in ("demo/dense", "demo/dgc", "deeper/demo/dgc", "one"):
+        made(tmp_path / "runs" / name)
+    (tmp_path / "runs/plots").mkdir()
+    (tmp_path / "runs/report.html").touch()
+    everything = sorted(map(str, (tmp_path / "runs").iterdir()))
+    assert main([*everything, "--out", str(tmp_path / "page.html")]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.endswith("page.html: 4 runs\n")
+    for name in ("plots", "report.html"):
+        assert f"report: {tmp_path / 'runs' / name} has no run and is left out" in printed.err
+    # equal names of folders are told apart
+    with pytest.warns(UserWarning, match="has no run"):
+        names = [run.name for run in read_reported(find_runs(everything))]
+    folders = ("deeper/demo/dgc", "runs/demo/dense", "runs/demo/dgc", "one")
+    assert len({*names}) == 4 and all(name.endswith(f"{end})") for name, end in zip(names, folders, strict=True))
+    assert [run.name for run in read_reported(find_runs([f"mine={tmp_path / 'runs/deeper'}"]))] == ["mine"]
+    assert "demo has 2 runs; give each its own label" in refused(capsys, f"mine={tmp_path / 'runs/demo'}")
+
+
+def test_labels_of_bars_are_short_and_distinct() -> None:
+    same = [f"{'DGCCompressor, 0.1 %, ' * 3}on {ranks} ranks" for ranks in (2, 4)]
+    labels = shortened([*same, "dense"])
+    assert len({*labels}) == 3 and max(map(len, labels)) <= 40 and labels[2] == "dense"
+    alike = [f"{'a' * 40}{middle}{'b' * 40}" for middle in "xy"]
+    assert shortened(alike) == alike
 
 
 def written(path: Path, changes: dict[str, list[float]]) -> Path:
