@@ -98,7 +98,17 @@ class Bucket:
         return not self._elsewhere
 
     def use_gradient(self, i: int, gradient: Tensor) -> None:
-        """Use `gradient`, of the segment's layout and the bucket's dtype, for segment i until `use_flat(i)`."""
+        """Use `gradient`, of the segment's layout, for segment i until `use_flat(i)`.
+
+        Raises:
+            ValueError: Its dtype or device is not the bucket's.
+        """
+        if gradient.dtype != self.dtype or gradient.device != self.device:
+            raise ValueError(
+                f"the gradient of {self.segments[i].name} is {gradient.dtype} on {gradient.device}, and was "
+                f"planned as {self.dtype} on {self.device}: convert or move the model (model.to) before its "
+                "optimizer or DistributedDataParallel is wrapped, or wrap it again"
+            )
         self._elsewhere[i] = gradient.as_strided((self.segments[i].numel,), (1,))
 
     def use_flat(self, i: int) -> None:

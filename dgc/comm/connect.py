@@ -75,12 +75,24 @@ def connect(
     return horovod.connect(hierarchical, timeout, point_to_point=point_to_point)
 
 
-_connected = cache(connect)
+_connected: dict[tuple[str, bool], tuple[Transport, Any]] = {}  # with the default process group of that time
 
 
 def default_transport(point_to_point: bool = False, transport: str = "auto") -> Transport:
-    """Return the transport of this process, created once. Arguments and errors are those of `connect`."""
-    return _connected(choose_transport(transport).transport, point_to_point=point_to_point)
+    """Return the transport of this process, created once, and again after another init_process_group().
+
+    Arguments and errors are those of `connect`.
+    """
+    key = choose_transport(transport).transport, point_to_point
+    if key not in _connected or _connected[key][1] is not _default_group(key[0]):
+        connected = connect(key[0], point_to_point=point_to_point)
+        _connected[key] = connected, _default_group(key[0])
+    return _connected[key][0]
+
+
+def _default_group(transport: str) -> Any:
+    """The default process group of torch.distributed. None: there is none, or another transport is used."""
+    return sys.modules["torch.distributed"].group.WORLD if transport == "torch" else None
 
 
 @cache

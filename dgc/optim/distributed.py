@@ -61,6 +61,12 @@ from dgc.engine.steps import check_taken
 from dgc.optim.broadcast import create_state
 from dgc.optim.wrapper import Wrapper
 
+OF_ANOTHER = (
+    "If it was the backward pass of another optimizer's loss, as that of a GAN's generator reaches the discriminator, "
+    "step() would train the wrong network: call requires_grad_(False) on these parameters before that pass, and "
+    "requires_grad_(True) after it"
+)
+
 
 class DistributedOptimizer(Wrapper):
     """Wraps an optimizer: averages its gradients over all ranks with compression, then steps it on the averages.
@@ -172,7 +178,8 @@ class DistributedOptimizer(Wrapper):
         self._dropped = False  # whether the last averaged gradients were not finite
         self._is_first_step, self._created_state = True, None
         self._takes_sparse = isinstance(optimizer, SupportsCorrectedGradients) and self._factor == 1
-        self._passes, self._lock = backward_passes_per_step, threading.RLock()  # hooks run in a thread per device
+        self.backward_passes_per_step = backward_passes_per_step
+        self._lock = threading.RLock()  # hooks run in a thread per device
         self._slots = {p: (b, i) for b, plan in enumerate(self.planned) for i, p in enumerate(plan.parameters)}
         self._handles: list[Any] = [
             p.register_post_accumulate_grad_hook(partial(self._hook, b, i)) for p, (b, i) in self._slots.items()
@@ -187,7 +194,7 @@ class DistributedOptimizer(Wrapper):
         self._passes_left: list[list[int]] = []
         self._final_gradients: list[list[tuple[Tensor, int] | None]] = []
         for plan in self.planned:
-            self._passes_left.append([self._passes] * len(plan.parameters))
+            self._passes_left.append([self.backward_passes_per_step] * len(plan.parameters))
             self._final_gradients.append([None] * len(plan.parameters))
         self._engine.reset()
 
@@ -199,8 +206,9 @@ class DistributedOptimizer(Wrapper):
             if left[i] == 0:
                 raise RuntimeError(
                     f"{self.planned[b].bucket.segments[i].name} received more gradients than "
-                    f"backward_passes_per_step={self._passes} since the last step() or synchronize(). If an "
-                    "exception ended an earlier backward, call zero_grad() after it"
+                    f"backward_passes_per_step={self.backward_passes_per_step} since the last step() or "
+                    "synchronize(). If an exception ended an earlier backward, call zero_grad() after it. "
+                    f"{OF_ANOTHER}"
                 )
             self.planned[b].collect(i)
             left[i] -= 1
@@ -232,6 +240,19 @@ class DistributedOptimizer(Wrapper):
             plan.attach()  # the gradients were copied: free the originals
             for i, view in enumerate(plan.views):
                 self._final_gradients[b][i] = view, view._version
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Set the number of gradients that backward adds up before the exchange. Call it on every rank.
+
+        Raises:
+            ValueError: It is no whole number of at least 1.
+            RuntimeError: Gradients were computed since the last step.
+        """
+        check_arguments(passes, 1.0, 0, None)
+        if any(left < self.backward_passes_per_step for of_bucket in self._passes_left for left in of_bucket):
+            raise RuntimeError("set_backward_passes_per_step() between backward and step(): call it after step()")
+        self.backward_passes_per_step = passes
+        self._reset()
 
     # --- one step ---------------------------------------------------------------------------------
 
@@ -374,7 +395,8 @@ class DistributedOptimizer(Wrapper):
         if self._engine.in_flight:
             raise RuntimeError(
                 "zero_grad() between backward and step() or synchronize(), while gradients are in flight. After "
-                "an exception in backward call step() all the same, as other ranks do: what is missing is zero"
+                "an exception in backward call step() all the same, as other ranks do: what is missing is zero. "
+                f"{OF_ANOTHER}"
             )
         for plan in self.planned:
             if set_to_none:

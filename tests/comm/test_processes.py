@@ -14,6 +14,7 @@ from cases import case
 from environment import patient
 from warm import python
 
+from dgc.comm.connect import default_transport
 from dgc.comm.torch_distributed import destroy
 
 NAMES = ["HOROVOD_FUSION_THRESHOLD", "HOROVOD_CYCLE_TIME", "OPAL_PREFIX", "OMPI_COMM_WORLD_RANK"]
@@ -139,6 +140,15 @@ if {destroyed}:
 time.sleep({seconds})
 print("before", threads())
 """
+
+
+def test_the_transport_of_a_process_is_made_again_after_a_second_init_process_group() -> None:
+    found = []
+    for _ in range(2):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        found += [default_transport(transport="torch") for _ in range(2)]
+        dist.destroy_process_group()
+    assert found[0] is found[1] is not found[2] is found[3]
 
 
 def test_no_thread_of_a_process_group_outlives_the_program() -> None:

@@ -60,6 +60,54 @@ def test_gradient_accumulation() -> None:
     assert optimizer._engine.in_flight
 
 
+def test_the_number_of_passes_changes_between_steps_only() -> None:
+    def body(model: Any, transport: Any) -> None:
+        optimizer = nets.wrap(model, transport)
+        for first, last, passes in ((0, 2, 1), (1, 3, 2), (6, 8, 1)):
+            optimizer.set_backward_passes_per_step(passes)
+            assert optimizer.backward_passes_per_step == passes
+            nets.train(model, optimizer, range(first, last), transport.rank, passes=passes)
+        refuse("backward_passes_per_step must be", optimizer.set_backward_passes_per_step, 0)
+        nets.loss_of(model, 0).backward()
+        with pytest.raises(RuntimeError, match=r"between backward and step\(\): call it after"):
+            optimizer.set_backward_passes_per_step(2)
+
+    reference = nets.net()
+    momentum = nets.momentum_sgd(reference)
+    for steps, passes in ((range(2), 1), (range(1, 3), 2), (range(6, 8), 1)):
+        nets.train(reference, momentum, steps, 2, loss=nets.joint_loss, passes=passes)
+    nets.assert_same(nets.run(2, body)[0], reference)
+
+
+def test_a_loss_of_another_network_must_not_reach_the_parameters() -> None:
+    """As that of a GAN's generator reaches the discriminator."""
+
+    def body(model: Any, transport: Any, wraps: Any) -> None:
+        generator, discriminator = wraps(model.first, transport), wraps(model.last, transport)
+        for step in range(3):
+            x, _ = nets.data(step, transport.rank)
+            discriminator.zero_grad()
+            model.last(model.first(x).detach()).square().mean().backward()
+            discriminator.step()
+            generator.zero_grad()
+            model.last.requires_grad_(False)
+            model.last(model.first(x)).mean().backward()
+            model.last.requires_grad_(True)
+            generator.step()
+
+    found = nets.run(1, partial(body, wraps=nets.wrap))[0]
+    body(expected := nets.net(), nets.alone(), lambda part, _: nets.momentum_sgd(part))
+    nets.assert_same(found, expected, exactly=True)
+    nets.run(2, partial(body, wraps=nets.wrap))
+    model = nets.net()
+    optimizer = nets.wrap(model, nets.alone())
+    nets.loss_of(model, 0).backward()
+    words = r"GAN's generator .* would train the wrong network: call requires_grad_\(False\)"
+    for act in (optimizer.zero_grad, lambda: nets.loss_of(model, 0).backward()):
+        with pytest.raises(RuntimeError, match=words):
+            act()
+
+
 PLACES = [(1, None, 0), (1, None, 0.05), (2, 0.5, 0.05), (1, 0.5, 1.0), (2, None, 1.0)]
 
 

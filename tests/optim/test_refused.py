@@ -1,5 +1,6 @@
 """What DistributedOptimizer refuses or warns about, that momentum is applied once, and settings that differ."""
 
+import copy
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -122,6 +123,22 @@ def test_an_optimizer_around_another_is_refused_where_it_would_be_stepped(adapte
 def test_an_optimizer_that_evaluates_its_closure_itself_is_refused() -> None:
     words = "LBFGS evaluates its closure several times in a step"
     refuse(words, wrap, net(), alone(), lambda m: torch.optim.LBFGS(m.parameters()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("make", "compression"), [(momentum_sgd, None), (dgc_sgd, dgc(0.5))], ids=["dense", "dgc"]
+)
+def test_a_model_that_is_converted_after_wrapping_is_refused(dtype: Any, make: Any, compression: Any) -> None:
+    model = net()
+    optimizer = wrap(model, alone(), make, compression=copy.deepcopy(compression))
+    train(model, optimizer, [0])
+    model.to(dtype)
+    optimizer.zero_grad()
+    refuse(
+        "the gradient of last.bias is .*, and was planned as torch.float32",
+        model(torch.ones(1, 6, dtype=dtype)).sum().backward,
+    )
 
 
 def test_the_same_parameters_or_compressor_twice() -> None:
