@@ -62,9 +62,9 @@ from dgc.optim.broadcast import create_state
 from dgc.optim.wrapper import Wrapper
 
 OF_ANOTHER = (
-    "If it was the backward pass of another optimizer's loss, as that of a GAN's generator reaches the discriminator, "
-    "step() would train the wrong network: call requires_grad_(False) on these parameters before that pass, and "
-    "requires_grad_(True) after it"
+    "If it was the backward pass of another optimizer's loss, as that of a GAN's generator reaches the "
+    "discriminator, step() would train the wrong network: call requires_grad_(False) on these parameters before "
+    "that pass, and requires_grad_(True) after it"
 )
 
 
