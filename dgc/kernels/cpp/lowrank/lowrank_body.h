@@ -53,6 +53,10 @@ inline float sum_of(F x) {
 template <int64_t B, int64_t K, class V, class Bad>
 inline void columns(const LowRankWork& w, int64_t i, int64_t j, float* Y, V (&sums)[K ? K : 1][B], Bad& bad) {
     V x[B];
+    // The next rows: the hardware does not follow so many.
+    for (int64_t b = 0; b < B; ++b) __builtin_prefetch(w.M + (i + B + b) * w.m + j, 1);
+    if (w.g)
+        for (int64_t b = 0; b < B; ++b) __builtin_prefetch(w.g + (i + B + b) * w.m + j);
     for (int64_t b = 0; b < B; ++b) x[b] = load<V>(w.M + (i + b) * w.m + j);
     for (int64_t k = 0; k < w.R; ++k) {
         const V along = load<V>(w.W + k * w.m + j);
