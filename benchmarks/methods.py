@@ -27,8 +27,8 @@ peer      the strongest known program for both, as a multiple of ours: torch's h
           feedback, or the definition of the method in plain PyTorch
 
 ns are nanoseconds per element of both, us microseconds per tensor. With --busy, times are the least of all rounds
-on the CPU clock of one thread, which other programs disturb little, and peers are left out. docs/results.md has
-the reason of each ratio above 3.
+on the CPU clock of one thread, which other programs disturb little. docs/results.md has the reason of each ratio
+above 3.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -206,7 +206,7 @@ def power_sgd_hook(rank: int) -> Callable[[Any], Any]:
     return partial(powerSGD_hook.powerSGD_hook, state)
 
 
-def hooked(buckets: Sequence[Bucket], hook: Callable[[Any], Any]) -> Callable[[Tensor], float]:
+def hooked(buckets: Sequence[Bucket], hook: Callable[[Any], Any], clock: Clock) -> Callable[[Tensor], float]:
     """The seconds of a step of one of torch's hooks, with equal ranks."""
     made: list[Any] = [GradBucket(b, i, i == len(buckets) - 1) for i, b in enumerate(buckets)]
 
@@ -214,16 +214,16 @@ def hooked(buckets: Sequence[Bucket], hook: Callable[[Any], Any]) -> Callable[[T
         for bucket, gradient in zip(made, g.split([bucket.numel for bucket in buckets]), strict=True):
             bucket.flat.copy_(gradient)
         with patch.object(dist, "all_reduce", answered):
-            start = perf_counter()
+            start = clock()
             for bucket in made:
                 hook(bucket).wait()
-            return perf_counter() - start
+            return clock() - start
 
     return step
 
 
 def peer_of(
-    name: str, method: Method, tensors: Sequence[tuple[str, Tensor]], ranks: int
+    name: str, method: Method, tensors: Sequence[tuple[str, Tensor]], ranks: int, clock: Clock
 ) -> tuple[str, Callable[[Tensor], float]]:
     """The strongest known program that does the same: its name, and the seconds of its step."""
     buckets, world = [plan.bucket for plan in method.plans], dist.group.WORLD
@@ -232,16 +232,16 @@ def peer_of(
     hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
     if name in hooks or name.startswith("powersgd-"):
         hook = partial(hooks[name], world) if name in hooks else power_sgd_hook(int(name.split("-")[1]))
-        return "torch's hook", hooked(buckets, hook)
+        return "torch's hook", hooked(buckets, hook, clock)
     shares = {"topk": 0.01, "dgc-residual": 0.01, "sparseloco": 1 / 64}
     if name in shares or name.startswith("dgc"):
         density = 0.01 if name == "dgc-1-percent" else 0.001
         eager = TopK(layout, shares[name]) if name in shares else Eager(layout, density, 0.9, "cpu")
 
         def step(g: Tensor) -> float:
-            start = perf_counter()
+            start = clock()
             eager.step(list(g.split([bucket.numel for bucket in buckets])))
-            return perf_counter() - start
+            return clock() - start
 
         return ("torch.topk" if name in shares else "the original's steps"), step
 
@@ -252,7 +252,7 @@ def peer_of(
         finally:
             kernels.use("auto")
 
-    reference = Method(name, tensors, ranks)
+    reference = Method(name, tensors, ranks, clock)
     return "plain PyTorch", plain
 
 
@@ -326,7 +326,7 @@ def measure(
         row |= {"ns": 1e9 * middle(whole) / numel, "state_bytes": method.state_bytes / numel}
         row["us_per_tensor"] = 1e6 * middle(whole) / tensors
         if peer is not None:
-            row["peer"] = ratio(found["peer"], whole)
+            row["peer"] = ratio({0: min(found["peer"].values())} if args.busy else found["peer"], whole)
         yield isa, row
 
 
@@ -351,12 +351,11 @@ def main() -> None:
     kernel, clock = kernels.of(torch.empty(0)).selection, perf_counter
     args.isas = args.isas or [getattr(kernel, "isa", kernel.name)]
     if args.busy:
-        args.threads, args.peers_up_to, clock = 1, 0, thread_time
+        args.threads, clock = 1, thread_time
     torch.set_num_threads(args.threads)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # for torch's hooks
     print(f"{kernels.describe(torch.device('cpu'))}, {args.threads} threads, {args.ranks} ranks")
     columns = [
-        ("isa", "isa", "10s"),
         ("payload_bytes", "payload", "13,d"),
         ("fewer", "fewer", "8.1f"),
         ("state_bytes", "state", "7.2f"),
@@ -377,7 +376,7 @@ def main() -> None:
                 method = Method(name, shapes, args.ranks, clock)
                 words, peer = "", None
                 if numel <= args.peers_up_to * MILLION:
-                    words, peer = peer_of(name, method, shapes, args.ranks)
+                    words, peer = peer_of(name, method, shapes, args.ranks, clock)
                 for isa, row in measure(method, len(shapes), peer, args, clock):
                     table.add(f"{name} {isa}", {**row, "peer_is": f"  {words}"})
             result["found"][title] = table.rows

@@ -96,17 +96,34 @@ inline void pack_fields(const uint8_t* fields, int64_t n, uint8_t* codes) {
     }
 }
 
+// The inverse. Stores of a few bytes would delay the loads of whole vectors that follow.
 template <int width, Order order>
 inline void unpack_fields(const uint8_t* codes, int64_t n, uint8_t* fields) {
     if (width == 8) {
         std::memcpy(fields, codes, static_cast<size_t>(n));
-        return;
-    }
-    for (int64_t i = 0; i < n; i += 8, codes += width) {
-        uint64_t x = 0;
-        std::memcpy(&x, codes, width);
-        x = ordered<width, order>(stretch(x, width));
-        std::memcpy(fields + i, &x, sizeof x);
+    } else if (width == 4) {
+#pragma GCC ivdep
+        for (int64_t i = 0; i < n / 2; ++i) {
+            const uint32_t x = codes[i];
+            const uint16_t two = static_cast<uint16_t>((x | x << 4) & 0x0F0F);
+            std::memcpy(fields + 2 * i, &two, sizeof two);
+        }
+    } else if (width == 2) {
+#pragma GCC ivdep
+        for (int64_t i = 0; i < n / 4; ++i) {
+            const uint32_t x = codes[i];
+            const uint32_t moved = order == lowest_first ? x | x << 6 | x << 12 | x << 18
+                                                         : x >> 6 | x << 4 | x << 14 | x << 24;
+            const uint32_t four = moved & 0x03030303u;
+            std::memcpy(fields + 4 * i, &four, sizeof four);
+        }
+    } else {
+        for (int64_t i = 0; i < n; i += 8, codes += width) {
+            uint64_t x = 0;
+            std::memcpy(&x, codes, width);
+            x = ordered<width, order>(stretch(x, width));
+            std::memcpy(fields + i, &x, sizeof x);
+        }
     }
 }
 
