@@ -7,8 +7,8 @@ The file has the results, the settings that differ, the metric against epochs, b
 per step, and where the time of a step went. It needs no other file and no network. The same runs give the same
 file.
 
-A run is read as by `scripts.plot`. A folder of runs stands for the runs in it. An unfinished run is shown as far as
-it has come, and marked.
+A run is read as by `scripts.plot`. A folder of runs stands for the runs in it. An unfinished run is shown as far
+as it has come, and marked.
 """
 
 import argparse
