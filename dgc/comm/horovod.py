@@ -6,8 +6,10 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
+from functools import wraps
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -81,6 +83,22 @@ def meet_at_exit() -> None:
     atexit.register(_meet_at_exit)
 
 
+_cannot_join: WeakSet["HorovodTransport"] = WeakSet()  # with exchanges that are not all-reduces alone
+_join = hvd.join
+
+
+@wraps(_join)
+def _join_if_all_reduces(*args: Any, **options: Any) -> Any:
+    """hvd.join(), unless another rank may still gather payloads: Horovod would then wait for ever."""
+    if _cannot_join:
+        raise RuntimeError(
+            "hvd.join() serves all-reduces of dense gradients only, and compressed gradients are gathered from all "
+            "ranks: let every rank take the same number of steps, without hvd.join(), or train without compression"
+        )
+    return _join(*args, **options)
+
+
+hvd.join = _join_if_all_reduces
 HorovodWork = tuple[tuple[Request, int | None], ...]  # requests and Horovod's handles; None: nothing is sent
 
 
@@ -193,6 +211,8 @@ class HorovodTransport(GroupedTransport):
         return self._process_sets[group]
 
     def launch(self, name: str, requests: Sequence[Request], communicator: str = "") -> HorovodWork:
+        if communicator and not all(isinstance(request, AllReduce) for request in requests):
+            _cannot_join.add(self)
         return tuple((request, self._start(f"{name}.{i}", request)) for i, request in enumerate(requests))
 
     def poll(self, work: HorovodWork) -> bool:
