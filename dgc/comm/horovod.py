@@ -92,8 +92,9 @@ def _join_if_all_reduces(*args: Any, **options: Any) -> Any:
     """hvd.join(), unless another rank may still gather payloads: Horovod would then wait for ever."""
     if _cannot_join:
         raise RuntimeError(
-            "hvd.join() serves all-reduces of dense gradients only, and compressed gradients are gathered from all "
-            "ranks: let every rank take the same number of steps, without hvd.join(), or train without compression"
+            "hvd.join() serves all-reduces of dense gradients only, and compressed gradients are gathered from "
+            "all ranks: let every rank take the same number of steps, without hvd.join(), or train without "
+            "compression"
         )
     return _join(*args, **options)
 
