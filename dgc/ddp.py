@@ -35,8 +35,10 @@ from dgc.engine.options import (
     check_not_wrapped,
     check_transport,
     claim,
+    compressors_of,
     unique_prefix,
     unwrapped,
+    warn_of_unsuited,
 )
 from dgc.engine.state import check_steps_per_epoch
 from dgc.engine.steps import AwaitedStep
@@ -284,7 +286,16 @@ class DDPExchange(HasGatheredState):
         model.register_comm_hook(self, _hook)
         model._comm_hooks = NoCopies(model._comm_hooks)
         claim(self._slots, model, "DDP")
-        self._awaited_step = AwaitedStep(self._slots)
+        self._stepped = None if optimizer is None else unwrapped(optimizer)
+        self._awaited_step = AwaitedStep(self._slots, self._judge if optimizer is None else None)
+
+    @property
+    def _optimizer(self) -> Optimizer | None:
+        return self._stepped
+
+    def _judge(self, optimizer: Optimizer) -> None:
+        """Warn of compressors that do not suit an optimizer which `compress` was not given."""
+        warn_of_unsuited(optimizer, compressors_of(self._planned), self.transport)
 
     def add(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Take over the gradients of one of DDP's buckets. The future has their means after the last bucket."""

@@ -19,7 +19,15 @@ from dgc.comm.requests import Conversation
 from dgc.compression.dense import for_gradients
 from dgc.compression.dgc import DGCCompressor
 from dgc.compression.double_squeeze import ChunkState, DoubleSqueezeCompressor
-from dgc.compression.protocol import MomentumOwner, Position, Preconditioner, Reduced, StatelessCompressor, Vector
+from dgc.compression.protocol import (
+    MomentumOwner,
+    Position,
+    Preconditioner,
+    Reduced,
+    StatelessCompressor,
+    Use,
+    Vector,
+)
 from dgc.compression.sparse import SparseState
 from dgc.memory import DGCSGDMemory, MomentumCorrection
 from dgc.state import zeros
@@ -62,6 +70,8 @@ class OneBitAdamCompressor(DoubleSqueezeCompressor):
         >>> optimizer = OneBitAdam(model.parameters(), lr=1e-3, freeze_step=1000)
         >>> optimizer = DistributedOptimizer(optimizer, model.named_parameters(), OneBitAdamCompressor())
     """
+
+    unsuited: Mapping[Use, str] = {}  # it exchanges momentum
 
     def __init__(self, gradients: StatelessCompressor | None = None) -> None:
         super().__init__()
@@ -169,6 +179,10 @@ class DGCAdamCompressor(DGCCompressor):
         >>> optimizer = DGCAdam(model.parameters(), lr=1e-3, freeze_step=1000)
         >>> optimizer = DistributedOptimizer(optimizer, model.named_parameters(), DGCAdamCompressor(0.01))
     """
+
+    @property
+    def unsuited(self) -> Mapping[Use, str]:  # type: ignore[override]
+        return {}  # what it exchanges is divided already
 
     def __init__(self, compress_ratio: float, gradients: StatelessCompressor | None = None, **options: Any):
         if "memory" in options:

@@ -20,6 +20,7 @@ Differences from the paper: the servers compress the sum and not the mean, which
 piece has its own scale. There is no separate server. An element of 0 is sent as a negative one.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -33,7 +34,16 @@ from dgc.bucket import Bucket
 from dgc.comm.requests import Conversation
 from dgc.compression.dense import DenseCompressor
 from dgc.compression.error_feedback import Codes, accumulated, join, split
-from dgc.compression.protocol import Compressor, DenseResult, Position, Reduced, Vector, first_nonfinite_message
+from dgc.compression.protocol import (
+    Compressor,
+    DenseResult,
+    Position,
+    Reduced,
+    Use,
+    Vector,
+    first_nonfinite_message,
+)
+from dgc.compression.signs import SIGNS_WITH_ADAM
 from dgc.state import State, Tables, flat_from, parts_of, zeros
 from dgc.wire.envelope import envelope_of
 
@@ -148,6 +158,11 @@ class DoubleSqueezeCompressor(Compressor):
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         >>> optimizer = DistributedOptimizer(optimizer, model.named_parameters(), DoubleSqueezeCompressor())
     """
+
+    unsuited: Mapping[Use, str] = {
+        Use.ADAM: SIGNS_WITH_ADAM,
+        Use.MUON: "loses much with Muon, which enlarges errors of its gradients, see docs/methods.md#muon",
+    }
 
     fallback: Compressor = DenseCompressor()
     keeps_server_errors = True

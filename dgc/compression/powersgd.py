@@ -48,7 +48,7 @@ from dgc.compression.matrices import (
     Regime,
     orthonormalize,
 )
-from dgc.compression.protocol import Compressor, DenseResult, Reduced, check_choice, first_nonfinite_message
+from dgc.compression.protocol import Compressor, DenseResult, Reduced, Use, check_choice, first_nonfinite_message
 from dgc.kernels.lowrank import Cast, SentUpdate, consecutive
 from dgc.state import State, Tables, check_tensor, flat_from, largest_count, parts_of, zeros
 from dgc.wire import CastValues
@@ -290,6 +290,14 @@ class PowerSGDCompressor(Compressor):
     Example:
         >>> optimizer = DistributedOptimizer(optimizer, model.named_parameters(), PowerSGDCompressor(rank=4))
     """
+
+    unsuited: Mapping[Use, str] = {
+        Use.ADAM: "loses quality with Adam in short runs, see docs/language.md#methods-on-these-tasks",
+        **dict.fromkeys(
+            (Use.MUON, Use.OUTER_MUON),
+            "loses much with Muon, which makes all singular values alike, see docs/methods.md#muon",
+        ),
+    }
 
     fallback: Compressor = DenseCompressor()
 

@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from math import inf
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -85,6 +86,14 @@ class Reduced:
     dropped: State | None = None
 
 
+class Use(Enum):
+    """What an optimizer does with the mean that a compressor returns."""
+
+    ADAM = "the mean gradient divided by the root of a second moment, as in Adam"
+    MUON = "the mean gradient made orthogonal, as in Muon"
+    OUTER_MUON = "the mean of what local steps of Muon have changed"
+
+
 class Compressor(ABC):
     """Averages buckets over all ranks. The result is identical, bit for bit, on every rank.
 
@@ -95,11 +104,13 @@ class Compressor(ABC):
         keeps_server_errors: Whether a rank also keeps what it has not sent of the mean, for all ranks.
         has_momentum: Whether it returns a momentum of its gradients, of which no optimizer is told.
         correction: Momentum that this compressor applies to its gradients in place of the optimizer.
+        unsuited: The uses for which it was measured to lose quality, with the reason and the page of the numbers.
     """
 
     point_to_point: bool = False
     keeps_server_errors: bool = False
     has_momentum: bool = False
+    unsuited: Mapping[Use, str] = {}
 
     @property
     def class_name(self) -> str:

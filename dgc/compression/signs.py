@@ -1,7 +1,7 @@
 """Compressors that send the sign of every element, and one or two magnitudes of each tensor or row."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -12,8 +12,14 @@ import dgc.kernels as kernels
 from dgc.arguments import checked
 from dgc.bucket import Bucket, Segment
 from dgc.compression.error_feedback import AllGatherCompressor, Codes, join, split_all
-from dgc.compression.protocol import Vector
+from dgc.compression.protocol import Use, Vector
 from dgc.state import State
+
+# of one scale for all elements of a tensor
+SIGNS_WITH_ADAM = (
+    "ruins Adam's step, whose second moments then hardly differ between elements, most of all for embeddings, see "
+    "docs/methods.md#which-optimizer-goes-with-which-method"
+)
 
 
 class SignCompressor(AllGatherCompressor):
@@ -71,6 +77,8 @@ class SignSGDCompressor(SignCompressor):
         ValueError: if momentum is out of range.
     """
 
+    unsuited: Mapping[Use, str] = {Use.ADAM: SIGNS_WITH_ADAM}
+
     scale = kernels.Scale.NONZERO
 
     def __init__(self, momentum: float = 0.0):
@@ -108,6 +116,8 @@ class ScaledSignCompressor(SignCompressor):
 
     Args: as `ErrorFeedbackCompressor`. The seed is not used.
     """
+
+    unsuited: Mapping[Use, str] = {Use.ADAM: SIGNS_WITH_ADAM}
 
     scale = kernels.Scale.MEAN
 

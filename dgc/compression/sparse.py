@@ -38,6 +38,7 @@ from dgc.compression.protocol import (
     DenseResult,
     Position,
     Reduced,
+    Use,
     check_choice,
     first_nonfinite_message,
     fraction_of,
@@ -50,6 +51,11 @@ from dgc.selection import Selector, plan_selection
 from dgc.wire import CastValues, IndexFormat, PackedIndices, PlainIndices, RiceIndices, SparseFormat, ValueFormat
 from dgc.wire.envelope import sealed_bytes
 from dgc.wire.payload import Encoded, PayloadPlan
+
+SELDOM = {
+    Use.ADAM: "sends an element seldom, by which Adam's second moments grow, see "
+    "docs/methods.md#which-optimizer-goes-with-which-method"
+}
 
 
 class SparseCompressor(Compressor):
@@ -89,6 +95,10 @@ class SparseCompressor(Compressor):
     compress_ratio: float = 1.0
     fallback: Compressor = DenseCompressor()
     _awaits_epoch: bool = False
+
+    @property
+    def unsuited(self) -> Mapping[Use, str]:  # type: ignore[override]
+        return SELDOM if self.compress_ratio < 1 else {}
 
     # --- one step ---------------------------------------------------------------------------------
 

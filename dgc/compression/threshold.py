@@ -25,6 +25,7 @@ large is equivalent. Tensors of any size and dtype are accepted.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 
@@ -38,7 +39,7 @@ from dgc.bucket import Bucket
 from dgc.comm.requests import AllReduce, Conversation
 from dgc.compression.dense import place_of_mean
 from dgc.compression.error_feedback import ErrorFeedbackCompressor, Mean
-from dgc.compression.protocol import Position, Vector, check_choice
+from dgc.compression.protocol import Position, Use, Vector, check_choice
 from dgc.state import State
 
 WORD = 4
@@ -63,6 +64,11 @@ class ThresholdCompressor(ErrorFeedbackCompressor):
         >>> compression = ThresholdCompressor(bits=2, threshold=None)
         >>> optimizer = DistributedOptimizer(optimizer, model.named_parameters(), compression)
     """
+
+    unsuited: Mapping[Use, str] = {
+        Use.ADAM: "is for SGD: its updates differ in size from step to step, and Adam divides by that, "
+        "see docs/language.md#methods-on-these-tasks"
+    }
 
     bits: int
 

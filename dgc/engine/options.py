@@ -18,7 +18,7 @@ from dgc.arguments import WHOLE, require
 from dgc.bucket import named_pairs
 from dgc.comm.transport import CrossMachineTransport, Transport
 from dgc.compression.dense import CastCompressor, DenseCompressor
-from dgc.compression.protocol import Compressor, ExchangesMomentum, MomentumOwner, StatelessCompressor
+from dgc.compression.protocol import Compressor, ExchangesMomentum, MomentumOwner, StatelessCompressor, Use
 from dgc.compression.route import Route, Rule
 from dgc.engine.agreement import check_settings
 from dgc.engine.buckets import PlannedBucket, SparseUpdate
@@ -403,19 +403,43 @@ class ChoosesByProcessor(Protocol):
     def chosen_by_processor(self) -> Mapping[str, object]: ...
 
 
-@runtime_checkable
-class JudgesCompressors(Protocol):
-    """An optimizer that warns of compressors which do not suit it."""
+def uses(optimizer: Optimizer, of_gradients: bool) -> dict[Tensor, Use]:
+    """What the optimizer does with the means of parameters for which not every compressor suits.
 
-    def warn_of(self, compressors: Mapping[Tensor, Compressor], of_gradients: bool) -> None: ...
+    of_gradients: whether they are of gradients. Otherwise the optimizer has made what is averaged.
+    """
+    found: dict[Tensor, Use] = {}
+    for group in optimizer.param_groups:
+        if "ns_steps" in group:  # of torch's Muon, and of ours
+            found |= dict.fromkeys(group["params"], Use.MUON if of_gradients else Use.OUTER_MUON)
+        elif "betas" in group and of_gradients:
+            found |= dict.fromkeys(group["params"], Use.ADAM)
+    return found
+
+
+def compressors_of(planned: Sequence[PlannedBucket]) -> dict[Tensor, Compressor]:
+    return {p: plan.compressor for plan in planned for p in plan.parameters}
 
 
 def warn_of_unsuited(
-    optimizer: Any, compressors: Mapping[Tensor, Compressor], transport: Transport, of_gradients: bool = True
+    optimizer: Optimizer,
+    compressors: Mapping[Tensor, Compressor],
+    transport: Transport,
+    of_gradients: bool = True,
 ) -> None:
-    """Let rank 0 warn of compressors of gradients, or of pseudo-gradients, that do not suit the optimizer."""
-    if transport.rank == 0 and isinstance(optimizer, JudgesCompressors):
-        optimizer.warn_of(compressors, of_gradients)
+    """Let rank 0 warn of compressors of gradients, or of pseudo-gradients, that do not suit the optimizer.
+
+    Vectors do not count: they are few, and their neighbours decide.
+    """
+    if transport.rank:
+        return
+    found = {
+        (type(compressor).__name__, compressor.unsuited[use])
+        for p, use in uses(optimizer, of_gradients).items()
+        if p.dim() > 1 and (compressor := compressors.get(p)) is not None and use in compressor.unsuited
+    }
+    for kind, reason in sorted(found):
+        warnings.warn(f"{kind} {reason}: use TwoPhaseCompressor(bits=4)", stacklevel=5)
 
 
 class MomentumCheck:
@@ -439,7 +463,7 @@ class MomentumCheck:
                 raise ValueError(
                     f"{error}. Ranks with other processors choose otherwise: give the setting"
                 ) from None
-        compressors = {p: plan.compressor for plan in planned for p in plan.parameters}
+        compressors = compressors_of(planned)
         warn_of_unsuited(optimizer, compressors, transport)
         if transport.rank == 0:
             warn_of_momentum_twice(optimizer, compressors)

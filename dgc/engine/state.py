@@ -5,6 +5,7 @@ The residual of another rank has the same names and shapes. States therefore car
 `identity`: rank, step, and the settings that their meaning depends on. Every loader verifies it.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import sqrt
@@ -13,13 +14,14 @@ from typing import Any, NoReturn, Protocol, TypedDict, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from dgc.arguments import FLAG, NUMBER, WHOLE, checked, require
 from dgc.bucket import Bucket
 from dgc.comm.collectives import all_gather_object
 from dgc.comm.requests import Conversation
 from dgc.comm.transport import Transport
-from dgc.compression.protocol import Compressor, Reduced, Result
+from dgc.compression.protocol import Compressor, MomentumOwner, Reduced, Result
 from dgc.state import State, Tables, check_count, check_mapping
 
 
@@ -192,6 +194,17 @@ def verified(
                 f"then. Use {saved}, or begin from the model alone, saved inside consensus()"
             )
     return content, identity.step
+
+
+def has_steps(optimizer: Optimizer) -> bool:
+    """Whether an optimizer has taken more steps than the one without gradients that may have made its state."""
+    for own in filter(None, optimizer.state.values()):
+        if "step" in own:
+            return float(own["step"]) > 1
+        # of a DTensor the part of this rank, since only rank 0 asks
+        tensors = (getattr(t, "to_local", lambda t=t: t)() for t in own.values() if isinstance(t, Tensor))
+        return any(bool(t.any()) for t in tensors)
+    return False
 
 
 def compare_steps(transport: Transport, step: int) -> None:
@@ -377,12 +390,31 @@ class HasCompression:
 
     def _begin_step(self) -> None:
         """Count a step. Call it before the step sends anything. Collective in the first step and after a load."""
+        if self._steps == 0 and self._optimizer is not None:
+            self._warn_of_lost_state(self._optimizer)
         if self._compares_steps and self._takes_common_steps:
             compare_steps(self._ranks, self._steps)
         self._compares_steps = False
         self._steps += 1
         if self._epochs.steps_per_epoch is not None:
             self._epochs.begin_step()
+
+    @property
+    def _optimizer(self) -> Optimizer | None:
+        """The optimizer that takes the means, if the adapter knows it before it steps."""
+        return None
+
+    def _warn_of_lost_state(self, optimizer: Optimizer) -> None:
+        """Let rank 0 warn if an optimizer has taken steps and this exchange, which keeps a residual, none."""
+        of_gradients = isinstance(optimizer, MomentumOwner) and not optimizer.exchanges_momentum
+        if self._ranks.rank or of_gradients or not has_steps(optimizer) or not any(True for _ in self.errors()):
+            return
+        warnings.warn(
+            f"{type(optimizer).__name__} has taken steps, and the exchange none, so its residual is empty. If the "
+            "run resumes, load the state of the exchange too: load_compression_state_dict(), see "
+            "docs/checkpoints.md. If compression begins here, nothing is lost",
+            stacklevel=2,
+        )
 
     def _check_idle(self, call: str) -> None:
         """Raise RuntimeError if `call` would meet a step that is not complete. Adapters say when that is."""

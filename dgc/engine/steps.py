@@ -1,8 +1,8 @@
 """Between which calls a state may be saved: after a step is complete, and before the next one begins."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
-from weakref import finalize, ref
+from weakref import WeakMethod, finalize, ref
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -39,10 +39,13 @@ class AwaitedStep:
     """Knows whether an optimizer still has to step on the means that were exchanged last.
 
     Optimizers of torch are seen. If none has stepped on the parameters before, nothing is known.
+
+    seen: a method that is called with the first optimizer, after its first step, while its object exists.
     """
 
-    def __init__(self, parameters: Iterable[Tensor]):
+    def __init__(self, parameters: Iterable[Tensor], seen: Callable[[Optimizer], None] | None = None):
         self._parameters, self._is_seen, self._awaits = set(parameters), False, False
+        self._seen = None if seen is None else WeakMethod(seen)
         reference = ref(self)
 
         def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -54,6 +57,10 @@ class AwaitedStep:
     def _after_step(self, optimizer: Optimizer) -> None:
         if any(p in self._parameters for group in optimizer.param_groups for p in group["params"]):
             self._is_seen, self._awaits = True, False
+            if self._seen is not None and not getattr(optimizer, "is_part_of_another", False):
+                seen, self._seen = self._seen(), None
+                if seen is not None:
+                    seen(optimizer)
 
     def begin(self) -> None:
         """The gradients have been exchanged."""

@@ -379,6 +379,8 @@ class FSDPExchange(HasGatheredState):
                 if p in steps and p.requires_grad and p not in self._parameters:
                     raise_not_exchanged(name)
             self._momentum[optimizer] = MomentumCheck(optimizer, self._planned, self._ranks)
+            if self._steps <= 1:
+                self._warn_of_lost_state(optimizer)
         self._check_idle("optimizer.step()")
         check_ended([self._groups[0].module])
         check_all_exchanged(self._groups)

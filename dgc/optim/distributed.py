@@ -332,6 +332,11 @@ class DistributedOptimizer(Wrapper):
             self._averaged_for_scaler = True
         return False
 
+    @property
+    def _optimizer(self) -> Optimizer | None:
+        """But not if `create_state` has made its state, for a broadcast."""
+        return None if self.inner.state is self._created_state else self.inner
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Finish the exchange, then step the wrapped optimizer unless the step is dropped.
 

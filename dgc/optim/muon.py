@@ -15,7 +15,6 @@ several matrices, each with NS and s of its own.
 """
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -27,21 +26,11 @@ from torch.optim import AdamW, Optimizer
 
 from dgc.arguments import FLAG, NUMBER, WHOLE, require
 from dgc.comm.conversation import without_autocast
-from dgc.compression.protocol import Compressor
 from dgc.engine.options import as_number, check_adam, check_optimizer_state, check_saved_groups, loss_of
 from dgc.optim.muon_rule import rows_of
 from dgc.versions import TorchRange
 
 TORCH = TorchRange("optim.MuonWithAdamW", oldest="2.9", newest="2.15", since={"Muon": "2.9"})
-_LOW_RANK = "loses much with Muon, which makes all singular values alike"
-_SIGNS = "of embeddings ruins AdamW's step, because rows of rare tokens become as large as others"
-# why a compressor does not suit: its name, whether the parameter is of Muon, whether it exchanges gradients
-UNSUITED = {
-    ("PowerSGDCompressor", True, True): _LOW_RANK,
-    ("PowerSGDCompressor", True, False): _LOW_RANK,
-    ("DoubleSqueezeCompressor", True, True): "loses much with Muon, which enlarges errors of its gradients",
-    **{(f"{kind}Compressor", False, True): _SIGNS for kind in ("DoubleSqueeze", "ScaledSign", "SignSGD")},
-}
 CPU_FLAGS = Path("/proc/cpuinfo")
 NS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 BUFFER, MOMENTS = "momentum_buffer", {"step", "exp_avg", "exp_avg_sq"}
@@ -184,13 +173,6 @@ class MuonWithAdamW(Optimizer):
         chosen = self._settings[True]["ns_precision"] == "auto"
         how = 'ns_precision="auto": the faster type here, or that of a loaded state' if chosen else "ns_precision"
         return f"Muon iterates in {' and '.join(found)} ({how})"
-
-    def warn_of(self, compressors: Mapping[Tensor, Compressor], of_gradients: bool) -> None:
-        """Warn of compressors that do not suit Muon, or gradients for AdamW: see docs/methods.md."""
-        of_muon = {p for group in self.param_groups if group["muon"] for p in group["params"]}
-        known = {(type(c).__name__, p in of_muon, of_gradients) for p, c in compressors.items() if p.dim() > 1}
-        for kind in sorted(known & UNSUITED.keys()):
-            warnings.warn(f"{kind[0]} {UNSUITED[kind]}: use TwoPhaseCompressor(bits=4)", stacklevel=5)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

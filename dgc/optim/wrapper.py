@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 from torch.optim import Optimizer
 
@@ -34,6 +34,10 @@ class Wrapper(HasGatheredState, Optimizer):
         # Optimizer.__init__ is not called: it would create its own groups and hooks
         self.inner: Any = inner
         HasGatheredState.__init__(self, methods, transport, steps_per_epoch)
+
+    @property
+    def _optimizer(self) -> Optimizer | None:
+        return cast(Optimizer, self.inner)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]

@@ -158,6 +158,7 @@ def test_gradients_that_machines_would_not_exchange(transport: Transport) -> Non
     refused(alone.format("4.weight"), train, model, sgd(model), INPUTS, kind=RuntimeError)
 
 
+@pytest.mark.filterwarnings("ignore:.* sends an element seldom")
 def test_steps_on_scaled_gradients(transport: Transport, model: Any) -> None:
     scaler = torch.amp.GradScaler("cpu")
     compress(model, top_k(), transport=transport, grad_scaler=scaler)

@@ -45,6 +45,7 @@ def travel(make: Any, steps: int = 160, **settings: Any) -> Any:
     return first
 
 
+@pytest.mark.filterwarnings("ignore:.* sends an element seldom", "ignore:ScaledSignCompressor ruins Adam's step")
 def test_sparse_gradients_shorten_adams_steps_by_the_root_of_the_ratio_and_dense_ones_do_not() -> None:
     """An element sent every T steps is T times as large: the first moment stays g, the second becomes T g^2."""
     for ratio in (0.25, 0.1):
@@ -60,6 +61,7 @@ def test_sparse_gradients_shorten_adams_steps_by_the_root_of_the_ratio_and_dense
     assert bool((steps > 0).all()) and float(steps.max()) > 2 * float(steps.min())
 
 
+@pytest.mark.filterwarnings("ignore:.* sends an element seldom")
 def test_weight_decay_of_adamw_is_not_compressed() -> None:
     decaying = partial(adamw, lr=0.1, weight_decay=0.5)
     nothing = {"loss": lambda model, *_: sum((p * 0).sum() for p in model.parameters())}
@@ -97,6 +99,7 @@ def test_momentum_of_ef21_and_of_the_optimizer_give_a_warning(make: Any, beta: f
     assert [bool(re.search(words, str(found.message))) for found in caught] == [True] * warns
 
 
+@pytest.mark.filterwarnings("ignore:.* sends an element seldom")
 def test_momentum_correction_is_refused_where_the_optimizer_has_momentum() -> None:
     for make in OF_THEIR_OWN:
         name = getattr(make, "func", make).__name__
@@ -263,6 +266,7 @@ def test_then_momentum_travels_in_one_bit_and_the_second_moment_stays(model: Any
     assert nets.same(moments(optimizer, "exp_avg"), [p.grad for p in model.parameters()])
 
 
+@pytest.mark.filterwarnings("ignore:.* sends an element seldom")
 @nets.each_rank(2)
 def test_other_compressors_send_gradients_to_it(model: Any, transport: Any) -> None:
     """Vectors go dense here. Their momentum is the optimizer's own, with the frozen second moment."""

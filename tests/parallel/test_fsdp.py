@@ -313,7 +313,7 @@ def test_bytes_between_machines(transport: Any) -> None:
 
 GO_ON: dict[str, tuple[Any, Any]] = {
     "dgc": (partial(dgc, warmup_epochs=2), decayed),
-    "muon": (top_k, sharded.with_muon),
+    "muon": (partial(methods.TwoPhaseCompressor, 4), sharded.with_muon),
 }
 
 

@@ -72,6 +72,7 @@ GOSSIP = [
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 
 
+@pytest.mark.filterwarnings("ignore:DGCCompressor sends an element seldom")
 @pytest.mark.parametrize("name", COMPRESSION)
 def test_compression_trains_and_sends_less(name: str, tmp_path: Path) -> None:
     also = ["train.compression.chunk_size=200"] if name.startswith("chunks/") else ALSO.get(name, [])
@@ -91,7 +92,7 @@ def test_the_log_shows_once_which_parameters_are_of_muon(
     assert capsys.readouterr().out.count("optimizer  reason") == 1
 
 
-@pytest.mark.filterwarnings("ignore:PowerSGDCompressor loses much with Muon")
+@pytest.mark.filterwarnings("ignore:PowerSGDCompressor loses")
 @pytest.mark.parametrize("name", ["muon", "fourbit", "powersgd", "ef21", "muloco", "local"])
 def test_muon_trains(name: str, tmp_path: Path) -> None:
     stack = ["configs/pysource/gpt.py", f"configs/muon/{name}.py"]
@@ -301,6 +302,7 @@ def test_an_overflow_on_a_rank_drops_the_step_on_all(words: Any, tmp_path: Path,
 
 
 @pytest.mark.usefixtures("on_cpu")
+@pytest.mark.filterwarnings("ignore:.*: use TwoPhaseCompressor")
 @pytest.mark.parametrize("stack", [(), ("configs/adam/dgc.py",), ("configs/powersgd/rank2.py",)])
 def test_a_resumed_run_has_its_scale(stack: Any, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     """The first scale is far too large: every step lowers it, before and after the interruption."""
