@@ -120,6 +120,9 @@ class Log:
             f"transport: {transport}\n"
             f"settings that differ from the defaults (config.yaml has all):\n{changed_settings(self.tree)}"
         )
+        given = OmegaConf.select(self.tree, "train.compression.compress_ratio")
+        if given is not None and given > 1:
+            self.print(f"compress_ratio {given:g} is the factor saved: a share of {1 / given:.4g} is sent")
         for choice in choices:
             self.print(choice)
         if (part := self.optimizer.part) is not None:
@@ -235,7 +238,7 @@ class Log:
     def _explain_dense(self) -> None:
         """Explains, once, why there are more bytes than compress_ratio suggests."""
         ratio, share = self.optimizer.compress_ratio, self.scalars.last.get("compression/dense_share", 0.0)
-        if ratio < 1 and share > 0 and not self.dense_explained:
+        if ratio < 1 and share > 0 and self.transport.size > 1 and not self.dense_explained:
             self.dense_explained = True
             self.print(
                 f"  at compress_ratio {ratio:.4g} sparse messages cost more than a dense all-reduce, so\n"

@@ -354,10 +354,14 @@ def test_what_a_run_says_of_its_bytes(capsys: CaptureFixture[str], tmp_path: Pat
     """One process sends nothing, a dense warm-up is explained, and gossip may send more than dense."""
     gossip = [CNN, "configs/gossip/dpsgd.py", "configs/topology/full.py"]
     outputs, quick = list[str](), ["train.num_epochs=1", "train.batch_size=90", "model.width=8"]
-    for stack, size in (([CNN], 1), (STACK, 4), (gossip, 4)):
-        train_in(tmp_path / str(len(outputs)), stack, quick, size)
+    half = ["train.compression.compress_ratio=2", "train.compression.warmup_epochs=0"]
+    for stack, size, more_words in (([CNN], 1, []), (STACK, 4, []), (gossip, 4, []), (STACK, 1, half)):
+        train_in(tmp_path / str(len(outputs)), stack, [*quick, *more_words], size)
         outputs.append(capsys.readouterr().out)
-    alone, warmup, more = outputs
+    alone, warmup, more, ratio = outputs
+    # a ratio above 1 is printed as it is used, and one process has no messages that went dense
+    assert "compress_ratio 2 is the factor saved: a share of 0.5 is sent" in ratio and "went dense" not in ratio
+    assert "is the factor saved" not in warmup
     assert "1 rank on cpu" in alone and alone.count("1 process: nothing is sent") == 2 and "MB" not in alone
     assert "at compress_ratio 0.2512 sparse messages cost more" in warmup
     assert "100% of the gradient went dense" in warmup
