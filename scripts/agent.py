@@ -8,6 +8,7 @@ every torchrun ends with DistStoreError if a machine is lost in this second, and
 loses a rank first. Here they wait until all machines of the round are present. If one is not, they begin another.
 """
 
+import logging
 import sys
 from collections.abc import Mapping
 
@@ -34,6 +35,17 @@ USAGE_ERROR = 2  # status of a rank that has printed what is wrong with its sett
 
 def is_usage_error(failures: Mapping[int, ProcessFailure]) -> bool:
     return any(failure.exitcode == USAGE_ERROR for failure in failures.values())
+
+
+class OtherErrors(logging.Filter):
+    """Leaves out what torch logs of ranks that end after wrong settings, which the first rank has printed."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        # of the other ranks, and of a program that would have started this one, before the status is logged
+        if record.msg.startswith(("Sending process", "no error file defined for parent")):
+            return False
+        status = record.args[0] if isinstance(record.args, tuple) and record.args else None
+        return not (record.msg.startswith("failed (exitcode") and status == USAGE_ERROR)
 
 
 class Agent(LocalElasticAgent):
@@ -89,6 +101,8 @@ class PersistentRendezvous(RendezvousHandler):
 if __name__ == "__main__":
     rendezvous_handler_registry.register(BACKEND, PersistentRendezvous)
     api.LocalElasticAgent = Agent  # type: ignore[misc]
+    for name in ("api", "errors.error_handler"):
+        logging.getLogger(f"torch.distributed.elastic.multiprocessing.{name}").addFilter(OtherErrors())
     try:
         main()
     except ChildFailedError as error:
