@@ -52,6 +52,11 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_unconfigure() -> None:
+    """Lets objects that are frozen end with the process: Triton's library prints a list of its own that do not."""
+    gc.unfreeze()
+
+
 def pytest_report_header() -> str:
     horovod = f"tests marked horovod are skipped: {WITHOUT_HOROVOD}" if WITHOUT_HOROVOD else "Horovod: installed"
     return f"{horovod}; time limits: {slowness():.1f} times those of a quiet machine"
