@@ -28,7 +28,7 @@ help:
 	@echo 'PYTHON=python3.12   the interpreter to start from'
 	@echo 'VENV=PATH           where the environment lives, or an existing one to install into'
 	@echo 'SETUP=0             use the environment VENV as it is; install nothing'
-	@echo 'HOROVOD=0           without Horovod and MPI: torch.distributed connects the ranks, set-up takes a minute'
+	@echo 'HOROVOD=0           without Horovod and MPI: torch.distributed connects the ranks'
 	@echo 'SYSTEM_MPI=1        use the Open MPI whose mpicc is on PATH, not the one from PyPI'
 	@echo 'GPU=1               build Horovod with NCCL operations (needs CUDA and NCCL)'
 	@echo 'HOROVOD, GPU and SYSTEM_MPI are remembered; docs/install.md says more'

@@ -1,6 +1,7 @@
 """Builds the native kernels into the wheel. pyproject.toml has everything else.
 
-    python -m build        sdist, and from it a wheel for glibc 2.28 or later: Zig's Clang builds the kernels
+    python -m build        sdist, and from it a wheel for glibc 2.28 or later: Zig's Clang builds the kernels.
+                           It needs `pip install build`
     pip install .          kernels by the local compiler; by Zig's Clang if there is none
     pip install -e .       no kernels: `python -m dgc.kernels.build` builds them in the checkout
 

@@ -49,6 +49,7 @@ for name in ("ddp", "fsdp"):
         found[name] = str(error)
 print(json.dumps(found))
 """
+TORCHVISION = "import json, torchvision; print(json.dumps({}))"
 HOROVOD = """
 import json, horovod.torch as hvd
 names = ("mpi", "gloo", "nccl", "cuda", "rocm")
@@ -63,6 +64,7 @@ if dist.get_rank() == 0:
     print(json.dumps({"size": dist.get_world_size(), "sum": value.item()}), flush=True)
 dist.destroy_process_group()
 """
+PACKAGES = ("torch", "torchvision", "numpy", "jaxtyping", "horovod", "mpi4py", "triton")
 LIMITS_S = (90.0, 300.0)  # of the first attempt and of the second: a busy machine takes longer
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python")
 
@@ -165,6 +167,7 @@ class Facts:
     other_project: bool = False
     kernels: Probe = Probe()
     adapters: Probe = Probe()
+    torchvision: Probe = Probe()
     horovod: Probe = Probe()
     two_ranks: Probe = Probe()
 
@@ -175,16 +178,24 @@ def collect() -> Facts:
     def probe(code: str, *launcher: str) -> Probe:
         return run_probe([sys.executable, *launcher, *([sys.executable] if launcher else []), "-c", code])
 
-    versions = {name: installed(name) for name in ("torch", "numpy", "jaxtyping", "horovod", "mpi4py", "triton")}
+    versions = {name: installed(name) for name in PACKAGES}
     with ThreadPoolExecutor() as pool:  # each thread waits for a process
         ranks = pool.submit(probe, TWO_RANKS, *TORCHRUN)
         torch, kernels, adapters = (pool.submit(probe, code) for code in (TORCH, KERNELS, ADAPTERS))
-        horovod = Probe() if versions["horovod"] is None else probe(HOROVOD)
+        horovod, torchvision = (
+            Probe() if versions[name] is None else probe(code)
+            for name, code in (("horovod", HOROVOD), ("torchvision", TORCHVISION))
+        )
     facts = Facts(versions, torch.result(), is_other_project())
     if facts.torch.answer is None:  # the others fail for the same reason
         return facts
     return replace(
-        facts, kernels=kernels.result(), adapters=adapters.result(), horovod=horovod, two_ranks=ranks.result()
+        facts,
+        kernels=kernels.result(),
+        adapters=adapters.result(),
+        torchvision=torchvision,
+        horovod=horovod,
+        two_ranks=ranks.result(),
     )
 
 
@@ -211,6 +222,10 @@ def problems(facts: Facts) -> Iterator[tuple[str, str]]:
     for name, said in (facts.adapters.answer or {}).items():
         if not str(said).startswith("works"):
             yield f"dgc.{name} does not load: {said}", "install a PyTorch of the range that the message names"
+    if facts.versions["torchvision"] is not None and facts.torchvision.answer is None:
+        cure = facts.torchvision.cure("install the torchvision that fits torch: https://pytorch.org/get-started")
+        reason = facts.torchvision.error.splitlines()[-1]
+        yield f"torchvision does not load, which Lightning and transformers import: {reason}", cure
     if facts.versions["horovod"] is not None and facts.horovod.answer is None:
         cure = facts.horovod.cure("reinstall it; under torchrun dgc needs no Horovod")
         yield f"Horovod does not load: {facts.horovod.error}", cure

@@ -6,7 +6,10 @@ not exist". Declaring the schemas of these two operators first avoids the error.
 missing, which affects only detection models.
 
 Importing this module is enough. It detects the first import of torchvision anywhere (in a config file, by an
-import path in a config, in a loader's worker) and costs nothing if torchvision is not imported.
+import path in a config, in a loader's worker) and costs nothing if torchvision is not imported. `make setup` has
+every program of its environment import it, if torchvision fails there:
+
+    python dgc_datasets/torchvision_compat.py     copies this file into the environment, or removes the copy
 """
 
 import glob
@@ -16,20 +19,23 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
-
-import torch
+from typing import Any
 
 SCHEMAS = {
     "nms": "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms": "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 }
+COPY = "dgc_torchvision_compat"
 # torch removes the declarations when the library object is deleted.
-_declared: list[torch.library.Library] = []
+_declared: list[Any] = []
 
 
 def operators_load() -> bool:
     """Whether torchvision's compiled operators match this torch. Tests it without importing torchvision."""
+    import torch
+
     spec = importlib.util.find_spec("torchvision")
     folders = list(spec.submodule_search_locations or []) if spec else []
     for path in [path for folder in folders for path in glob.glob(os.path.join(folder, "_C*.so"))]:
@@ -43,6 +49,8 @@ def operators_load() -> bool:
 
 def declare_missing_operators() -> list[str]:
     """Declares the operators that torchvision would miss, and returns their names."""
+    import torch  # not with this module, which every program of an environment may import
+
     if "torchvision" in sys.modules or _declared:
         return []
     if importlib.util.find_spec("torchvision") is None or operators_load():
@@ -66,4 +74,29 @@ class _BeforeTorchvision(importlib.abc.MetaPathFinder):
         return None
 
 
-sys.meta_path.insert(0, _BeforeTorchvision())
+def install(folder: Path) -> bool:
+    """Has all programs that use a site-packages declare the operators. Returns whether torchvision needs it."""
+    import subprocess  # not with this module, since it takes time
+
+    copy, start = folder / f"{COPY}.py", folder / f"{COPY}.pth"
+    for file in (start, copy):
+        file.unlink(missing_ok=True)
+    done = subprocess.run(
+        [sys.executable, "-c", "import torchvision"], capture_output=True, text=True, check=False
+    )
+    if "torchvision::nms" not in done.stderr:
+        return False
+    copy.write_text(Path(__file__).read_text(encoding="utf-8"), encoding="utf-8")
+    start.write_text(f"import {COPY}\n", encoding="utf-8")
+    return True
+
+
+if __name__ == "__main__":
+    import sysconfig
+
+    if install(Path(sysconfig.get_path("purelib"))):
+        print("torchvision is built for another torch: its operators, for detection models, are missing")
+else:
+    # in the place of that of the environment's copy
+    sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__name__ != _BeforeTorchvision.__name__]
+    sys.meta_path.insert(0, _BeforeTorchvision())

@@ -187,7 +187,7 @@ def check_torchvision(facts: Facts) -> Iterator[Finding]:
     if "torchvision::nms" in facts.torchvision.error:
         yield Finding(
             "torchvision was built for a torch with CUDA (operator torchvision::nms does not exist)",
-            "nothing to do: the trainer declares the operator (for your own code: torchvision's CPU wheel)",
+            "the trainer works all the same; for your own scripts: python dgc_datasets/torchvision_compat.py",
             note=True,
         )
     else:

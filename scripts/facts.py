@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dgc.doctor import HOROVOD, LIMITS_S, TORCH, TWO_RANKS, Probe, installed, run_probe, run_within
+from dgc.doctor import HOROVOD, LIMITS_S, TORCH, TORCHVISION, TWO_RANKS, Probe, installed, run_probe, run_within
 from scripts.launch import ROOT_VARIABLES, environment, mpirun, torchrun, usable_cores
 
 PACKAGES = (
@@ -22,7 +22,6 @@ PACKAGES = (
 )  # fmt: skip
 WATCHED = ("OPAL_PREFIX", "HOROVOD_FUSION_THRESHOLD", *ROOT_VARIABLES)
 
-TORCHVISION = "import json, torchvision; print(json.dumps({}))"
 KERNELS = """
 import json, dgc.kernels.native
 print(json.dumps({"native": str(dgc.kernels.native.NativeSelection())}))

@@ -23,9 +23,21 @@ UNREACHABLE='ConnectionPool|Connection refused|resolution|unreachable|resolve|ti
 
 die() { printf 'setup: %s\n' "$*" >&2; exit 1; }
 log() { printf 'setup: %s\n' "$*"; }
+progress() { # progress PROCESS: prints what the log ends with, soon and then every 15 seconds, until the process ends
+    local pause=4 start=$SECONDS
+    while sleep $pause &>/dev/null && kill -0 "$1" 2>/dev/null; do
+        log "$((SECONDS - start)) s: $(grep -v '^ *$' "$LOG" | tail -n 1 | tr -d '\r' | cut -c1-90)"
+        pause=15
+    done
+}
 run() { # run REMEDY COMMAND...: prints the command's last lines only if it fails
-    local remedy=$1; shift
-    if ! "$@" >>"$LOG" 2>&1; then
+    local remedy=$1 reporter; shift
+    progress $$ 8>&- 9>&- & # without the locks, which end with this process
+    reporter=$!
+    if "$@" >>"$LOG" 2>&1; then
+        kill $reporter 2>/dev/null || true
+    else
+        kill $reporter 2>/dev/null || true
         tail -n 25 "$LOG" >&2
         if tail -n 60 "$LOG" | grep -qE "$UNREACHABLE"; then
             remedy="the package index cannot be reached (or has nothing for this Python); check network and proxy"
@@ -141,8 +153,10 @@ fi
 if [ ${#unwanted[@]} -gt 0 ]; then python -m pip uninstall -y "${unwanted[@]}" >>"$LOG" 2>&1 || true; fi
 requirements=(-r requirements.txt -r requirements-examples.txt)
 if [ "$HOROVOD" = 1 ]; then requirements+=(-r "$scratch/horovod.txt"); fi
-log "installing requirements.txt (several minutes the first time)"
+log "installing requirements.txt; most of the time is the download of PyTorch, the first time"
 run "the requirements could not be installed" python -m pip install "${requirements[@]}"
+# a torch for CPUs may stand beside the torchvision of PyPI, which is for CUDA
+while read -r line; do log "$line"; done < <(python dgc_datasets/torchvision_compat.py)
 
 install_library() {
     touch "$VENV/.unfinished"
@@ -191,7 +205,7 @@ wheels=$CACHE/horovod-${HOROVOD_VERSION}_$key
 
 build_horovod() {
     local headers version source=$scratch/horovod-$HOROVOD_VERSION
-    log "building Horovod $HOROVOD_VERSION (3 to 5 minutes on 2 cores; log: $LOG)"
+    log "building Horovod $HOROVOD_VERSION (3 to 5 minutes on 2 cores with nothing else to do; log: $LOG)"
     headers=$(python -c 'import sysconfig; print(sysconfig.get_path("include"))')
     if [ ! -f "$headers/Python.h" ]; then
         version=$(python -c 'import sys; print("%d.%d" % sys.version_info[:2])')

@@ -524,9 +524,10 @@ def test_quantities() -> None:
 
 
 def test_the_doctor_names_each_problem_with_its_cure() -> None:
-    versions = dict.fromkeys(("torch", "numpy", "jaxtyping", "horovod", "mpi4py", "triton"), "1.0")
+    versions = dict.fromkeys(doctor.PACKAGES, "1.0")
     loads, kernels = Probe({"cuda": None, "gpus": [], "backends": ["gloo"]}), Probe({"native": "native (avx2)"})
-    others = Probe({"ddp": "works", "fsdp": "works"}), Probe({"mpi": True}), Probe({"size": 2, "sum": 3.0})
+    adapters, torchvision = Probe({"ddp": "works", "fsdp": "works"}), Probe({})
+    others = adapters, torchvision, Probe({"mpi": True}), Probe({"size": 2, "sum": 3.0})
     healthy = Facts(versions, loads, False, kernels, *others)
     assert list(doctor.problems(healthy)) == []
     assert dict(doctor.describe(healthy))["native kernels"] == "native (avx2)"
@@ -535,6 +536,7 @@ def test_the_doctor_names_each_problem_with_its_cure() -> None:
         "PyTorch does not load: no": {"torch": Probe(error="no")},
         "plain PyTorch takes their place: not built": {"kernels": Probe(error="a\nnot built")},
         "dgc.fsdp does not load: too old": {"adapters": Probe({"ddp": "works", "fsdp": "too old"})},
+        "Lightning and transformers import: no nms": {"torchvision": Probe(error="a\nno nms")},
         "Horovod does not load: undefined": {"horovod": Probe(error="undefined")},
         "the adapters do not load: no answer after 90 s": {"adapters": Probe(error="no answer after 90 s")},
         "two ranks under torchrun failed: no route": {"two_ranks": Probe(error="no route")},

@@ -321,6 +321,26 @@ def test_every_image_is_tested_once_over_the_folds() -> None:
         refuse(name, Digits, **{name: value})
 
 
+def test_every_program_of_an_environment_imports_torchvision_after_its_set_up(tmp_path: Path) -> None:
+    """Only where torchvision needs it, and once: a second set-up leaves nothing of the first."""
+    import dgc_datasets.torchvision_compat as compat
+
+    program = f"import site; site.addsitedir({str(tmp_path)!r}); import torchvision, {compat.COPY}"
+    broken = "raise RuntimeError('operator torchvision::nms does not exist')"
+    folder = tmp_path / "broken/torchvision"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text(broken)
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setenv("PYTHONPATH", str(folder.parent))
+        assert compat.install(tmp_path)
+    subprocess.run([python(), "-c", program], check=True, timeout=patient(100))
+    (folder / "__init__.py").write_text("")
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setenv("PYTHONPATH", str(folder.parent))
+        assert not compat.install(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["broken"]
+
+
 def test_torchvision_imports(tmp_path: Path, monkeypatch: Patch) -> None:
     text = "from torchvision.models import resnet18\nfrom dgc_training.config import Config, configs\n"
     (tmp_path / "mine.py").write_text(text + "configs.model = Config(resnet18, num_classes=10)\n")

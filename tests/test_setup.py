@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 from zipfile import ZipFile
 
 import pytest
 from environment import REPOSITORY, patient
 from refusals import refuse
 
-from dgc.doctor import Probe, run_probe
+from dgc.doctor import Probe, run_probe, run_within
 from dgc.kernels.library import supported_isas
 from scripts.doctor import describe, diagnose, mpi_version
 from scripts.facts import PACKAGES, Facts, source_of_library
@@ -92,18 +93,23 @@ def test_healthy_and_empty_machines() -> None:
 
 
 def test_a_probe_that_takes_too_long_is_repeated_once_with_a_longer_limit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.getloadavg", lambda: (20.04, 0.0, 0.0))
-    slow_once = f"[ -e {tmp_path}/again ] || {{ touch {tmp_path}/again; exec sleep 600; }}; echo '{{}}'"
-    assert run_probe(["sh", "-c", slow_once], limits_s=(0.5, patient(60))).answer == {}
-    assert "no answer after 0 s, at a load average of 20.0 on" in capsys.readouterr().err
-    # the command ends with all that it has started, here a process that holds its output open
-    probe = run_probe(["sh", "-c", "sleep 600 & wait"], limits_s=(0.1, 0.1))
-    assert probe.answer is None and probe.timed_out
-    assert probe.error.startswith("no answer after 0 s, at a load average of 20.0 on")
+    late = subprocess.TimeoutExpired("probe", 90)
+    monkeypatch.setattr("dgc.doctor.run_within", Mock(side_effect=[late, (0, "{}", "")]))
+    assert run_probe(["probe"]).answer == {}
+    assert "doctor: no answer after 90 s, at a load average of 20.0 on" in capsys.readouterr().err
+    monkeypatch.setattr("dgc.doctor.run_within", Mock(side_effect=[late, late]))
+    probe = run_probe(["probe"])
+    assert probe.timed_out and probe.error.startswith("no answer after 300 s, at a load average of 20.0 on")
     for finding in diagnose(replace(HEALTHY, torch_hello=probe, kernels=probe)):
         assert finding.remedy.startswith("repeat it when no other program uses this machine; if none does: ")
+
+
+def test_a_probe_that_takes_too_long_ends_with_all_that_it_has_started() -> None:
+    with pytest.raises(subprocess.TimeoutExpired):
+        run_within(0.1, ["sh", "-c", "sleep 600 & wait"], None)  # the second process holds the output open
 
 
 def test_a_probe_tells_an_answer_from_a_failure(tmp_path: Path) -> None:
