@@ -39,7 +39,7 @@ def backward(model: Any, step: int, used: set[int], factor: float = 1.0) -> None
 
 
 @pytest.mark.filterwarnings(
-    "ignore:find_unused_parameters=True was specified", "ignore:.*: use TwoPhaseCompressor"
+    "ignore:find_unused_parameters=True was specified", "ignore:.*use TwoPhaseCompressor"
 )
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("method", METHODS)

@@ -302,7 +302,7 @@ def test_an_overflow_on_a_rank_drops_the_step_on_all(words: Any, tmp_path: Path,
 
 
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.filterwarnings("ignore:.*: use TwoPhaseCompressor")
+@pytest.mark.filterwarnings("ignore:.*use TwoPhaseCompressor")
 @pytest.mark.parametrize("stack", [(), ("configs/adam/dgc.py",), ("configs/powersgd/rank2.py",)])
 def test_a_resumed_run_has_its_scale(stack: Any, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     """The first scale is far too large: every step lowers it, before and after the interruption."""
