@@ -38,9 +38,7 @@ def backward(model: Any, step: int, used: set[int], factor: float = 1.0) -> None
     (factor * cross_entropy(model(x), y)).backward()
 
 
-@pytest.mark.filterwarnings(
-    "ignore:find_unused_parameters=True was specified", "ignore:.*use TwoPhaseCompressor"
-)
+@pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified", "ignore:.*use TwoPhaseCompressor")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_parameter_that_no_rank_has_used_gets_no_gradient_and_does_not_move(mode: str, method: str) -> None:
