@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from dgc import ddp, fsdp
 from dgc.aggregate import Config, PowerSGD, optimizer_step
 from dgc.comm.torch_distributed import connect
 from dgc.comm.transport import Transport
-from dgc.compression import PowerSGDCompressor
+from dgc.compression import NonFiniteGradientError, PowerSGDCompressor
 from dgc.local import Nesterov, OuterSteps
 from dgc.optim import DistributedOptimizer, LocalOptimizer
 
@@ -57,13 +58,23 @@ class Trained:
     optimizer: Any
     step: Callable[[], object]
 
-    def backward(self, number: int) -> None:
+    def backward(self, number: int, scale: float = 1.0) -> None:
         self.optimizer.zero_grad()
         x = torch.randn(5, 12, 8, generator=torch.Generator().manual_seed(number))
-        self.model(x).square().mean().backward()
+        (scale * self.model(x).square().mean()).backward()
+
+    def spoilt(self, number: int, is_spoilt: bool) -> None:
+        """A step, whose gradients have NaN if `is_spoilt`."""
+        try:
+            self.backward(number, torch.nan if is_spoilt else 1.0)
+        finally:
+            self.step()
 
     def state(self) -> Any:
         return (getattr(self.owner, "compression_state_dict", None) or self.owner.state_dict)()
+
+    def load(self, state: Any) -> None:
+        (getattr(self.owner, "load_compression_state_dict", None) or self.owner.load_state_dict)(state)
 
     def weights(self) -> list[Tensor]:
         return [getattr(p, "to_local", lambda p=p: p)().detach().clone() for p in self.model.parameters()]
@@ -74,36 +85,36 @@ def compression() -> PowerSGDCompressor:
 
 
 def sgd(model: nn.Module) -> Any:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def in_optimizer(transport: Any) -> Trained:
+def in_optimizer(transport: Any, **options: Any) -> Trained:
     model = Scaled()
-    own = DistributedOptimizer(sgd(model), model.named_parameters(), compression(), transport=transport)
+    own = DistributedOptimizer(sgd(model), model.named_parameters(), compression(), transport=transport, **options)
     return Trained(model, own, own, own.step)
 
 
-def in_ddp(transport: Any) -> Trained:
+def in_ddp(transport: Any, **options: Any) -> Trained:
     model = DistributedDataParallel(Scaled())
-    exchange, own = ddp.compress(model, compression(), transport=transport), sgd(model)
+    exchange, own = ddp.compress(model, compression(), transport=transport, **options), sgd(model)
     return Trained(model, exchange, own, own.step)
 
 
-def in_fsdp(transport: Any) -> Trained:
+def in_fsdp(transport: Any, **options: Any) -> Trained:
     model: Any = fully_shard(Scaled(), mesh=fsdp.local_mesh(transport))
-    exchange, own = fsdp.compress(model, compression(), transport=transport), sgd(model)
+    exchange, own = fsdp.compress(model, compression(), transport=transport, **options), sgd(model)
     return Trained(model, exchange, own, own.step)
 
 
-def in_quantized_fsdp(transport: Any) -> Trained:
+def in_quantized_fsdp(transport: Any, **options: Any) -> Trained:
     model: Any = fully_shard(Scaled(), mesh=init_device_mesh("cpu", (1,)))
-    quantizer, own = fsdp.quantize(model, 4, 8, hadamard=True), sgd(model)
+    quantizer, own = fsdp.quantize(model, 4, 8, hadamard=True, **options), sgd(model)
     return Trained(model, quantizer, own, own.step)
 
 
-def in_local_steps(transport: Any) -> Trained:
+def in_local_steps(transport: Any, **options: Any) -> Trained:
     model, steps = Scaled(), OuterSteps(1, None, Nesterov(), compression())
-    own = LocalOptimizer(sgd(model), model.named_parameters(), steps, transport=transport)
+    own = LocalOptimizer(sgd(model), model.named_parameters(), steps, transport=transport, **options)
     return Trained(model, own, own, own.step)
 
 
@@ -183,3 +194,38 @@ def test_a_state_after_a_step_that_was_left_out_is_taken(transport: Transport, b
     trained.backward(1)
     trained.optimizer.zero_grad()
     trained.state()
+
+
+@pytest.mark.parametrize("build", [b for b in ADAPTERS.values() if b is not in_quantized_fsdp])
+def test_training_changes_no_state_that_was_saved_or_loaded(transport: Transport, build: Any) -> None:
+    """On one rank FSDP2's own collectives keep no error: tests/parallel/test_fsdp_quantized.py has the same."""
+    own, other = build(transport), build(transport)
+    for number in range(3):
+        own.backward(number)
+        own.step()
+    saved = own.state()
+    before = copy.deepcopy(saved)
+    other.load(loaded := copy.deepcopy(saved))
+    for number in range(3, 6):
+        for trained, state in ((own, saved), (other, loaded)):
+            trained.backward(number)
+            trained.step()
+            assert_equal(state, before)
+    with pytest.raises(AssertionError):
+        assert_equal(own.state(), before)
+
+
+@pytest.mark.filterwarnings("ignore:.*drops (this|its) step")
+@pytest.mark.parametrize("build", [b for b in ADAPTERS.values() if b is not in_aggregator])
+def test_after_an_error_about_nan_training_goes_on_as_after_a_step_that_is_skipped(
+    transport: Transport, build: Any
+) -> None:
+    """`dgc.aggregate` always raises: tests/compression/test_powersgd.py."""
+    skips, raises = build(transport), build(transport, nonfinite="raise")
+    for number in range(4):
+        with pytest.raises(NonFiniteGradientError) if number == 2 else nullcontext():
+            raises.spoilt(number, number == 2)
+        skips.spoilt(number, number == 2)
+        assert all(map(torch.equal, skips.weights(), raises.weights()))
+    assert raises.owner.dropped_steps == 1
+    assert_equal(skips.state(), raises.state())

@@ -260,6 +260,33 @@ def test_a_loaded_run_continues_bit_for_bit_also_on_fewer_ranks(
         quantizer.close()
 
 
+@pytest.mark.parametrize("error", ["int8", "float32"])
+@on_ranks
+def test_training_changes_no_state_that_was_saved_or_loaded(transport: Any, error: str) -> None:
+    inputs = batches(6, transport.rank)
+
+    def digests(state: Any) -> str:
+        return digest(local(part) for table in state.values() for part in table.values())
+
+    def start() -> tuple[Any, Any, Any]:
+        model = build(sharded.of_all())
+        return model, sgd(model, 0.05), quantize(model, 4, error=error)
+
+    model, optimizer, quantizer = start()
+    train(model, optimizer, inputs[:3])
+    saved = quantizer.state_dict()
+    before = digests(saved)
+    quantizer.close()
+    model, optimizer, quantizer = start()
+    quantizer.load_state_dict(saved)
+    again = quantizer.state_dict()
+    for batch in inputs[3:]:
+        train(model, optimizer, [batch])
+        assert digests(saved) == digests(again) == before
+    assert digests(quantizer.state_dict()) != before
+    quantizer.close()
+
+
 @on_ranks
 def test_what_cannot_work_is_refused_with_one_error_on_every_rank(transport: Any) -> None:
     model, last = build(sharded.of_all()), transport.size - 1
