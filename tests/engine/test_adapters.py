@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,8 +20,9 @@ from dgc import ddp, fsdp
 from dgc.aggregate import Config, PowerSGD, optimizer_step
 from dgc.comm.torch_distributed import connect
 from dgc.comm.transport import Transport
-from dgc.compression import NonFiniteGradientError, PowerSGDCompressor
+from dgc.compression import NonFiniteGradientError, PowerSGDCompressor, SparseCompressor
 from dgc.local import Nesterov, OuterSteps
+from dgc.memory import ResidualMemory
 from dgc.optim import DistributedOptimizer, LocalOptimizer
 
 pytestmark = [
@@ -80,29 +82,33 @@ class Trained:
         return [getattr(p, "to_local", lambda p=p: p)().detach().clone() for p in self.model.parameters()]
 
 
-def compression() -> PowerSGDCompressor:
+def powersgd() -> PowerSGDCompressor:
     return PowerSGDCompressor(2, min_compression_rate=0, orthogonalization="gram_schmidt")
+
+
+def sparse() -> SparseCompressor:
+    return SparseCompressor(0.2, ResidualMemory())
 
 
 def sgd(model: nn.Module) -> Any:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def in_optimizer(transport: Any, **options: Any) -> Trained:
+def in_optimizer(transport: Any, make: Any = powersgd, **options: Any) -> Trained:
     model = Scaled()
-    own = DistributedOptimizer(sgd(model), model.named_parameters(), compression(), transport=transport, **options)
+    own = DistributedOptimizer(sgd(model), model.named_parameters(), make(), transport=transport, **options)
     return Trained(model, own, own, own.step)
 
 
-def in_ddp(transport: Any, **options: Any) -> Trained:
+def in_ddp(transport: Any, make: Any = powersgd, **options: Any) -> Trained:
     model = DistributedDataParallel(Scaled())
-    exchange, own = ddp.compress(model, compression(), transport=transport, **options), sgd(model)
+    exchange, own = ddp.compress(model, make(), transport=transport, **options), sgd(model)
     return Trained(model, exchange, own, own.step)
 
 
-def in_fsdp(transport: Any, **options: Any) -> Trained:
+def in_fsdp(transport: Any, make: Any = powersgd, **options: Any) -> Trained:
     model: Any = fully_shard(Scaled(), mesh=fsdp.local_mesh(transport))
-    exchange, own = fsdp.compress(model, compression(), transport=transport, **options), sgd(model)
+    exchange, own = fsdp.compress(model, make(), transport=transport, **options), sgd(model)
     return Trained(model, exchange, own, own.step)
 
 
@@ -112,16 +118,16 @@ def in_quantized_fsdp(transport: Any, **options: Any) -> Trained:
     return Trained(model, quantizer, own, own.step)
 
 
-def in_local_steps(transport: Any, **options: Any) -> Trained:
-    model, steps = Scaled(), OuterSteps(1, None, Nesterov(), compression())
+def in_local_steps(transport: Any, make: Any = powersgd, **options: Any) -> Trained:
+    model, steps = Scaled(), OuterSteps(1, None, Nesterov(), make())
     own = LocalOptimizer(sgd(model), model.named_parameters(), steps, transport=transport, **options)
     return Trained(model, own, own, own.step)
 
 
 def in_aggregator(transport: Any) -> Trained:
     model, config = Scaled(), Config(2, 0, 1, 0, "gram_schmidt")
-    own, powersgd = sgd(model), PowerSGD(model.parameters(), config, transport)
-    return Trained(model, powersgd, own, lambda: optimizer_step(own, powersgd))
+    own, aggregator = sgd(model), PowerSGD(model.parameters(), config, transport)
+    return Trained(model, aggregator, own, lambda: optimizer_step(own, aggregator))
 
 
 ADAPTERS = {
@@ -196,7 +202,12 @@ def test_a_state_after_a_step_that_was_left_out_is_taken(transport: Transport, b
     trained.state()
 
 
-@pytest.mark.parametrize("build", [b for b in ADAPTERS.values() if b is not in_quantized_fsdp])
+TAKING = ("DistributedOptimizer", "DDP", "FSDP2", "LocalOptimizer")  # a compressor of any kind
+KEEPING = {**ADAPTERS, **{f"{name}, sparse": partial(ADAPTERS[name], make=sparse) for name in TAKING}}
+del KEEPING["FSDP2, quantized"]
+
+
+@pytest.mark.parametrize("build", KEEPING.values(), ids=KEEPING)
 def test_training_changes_no_state_that_was_saved_or_loaded(transport: Transport, build: Any) -> None:
     """On one rank FSDP2's own collectives keep no error: tests/parallel/test_fsdp_quantized.py has the same."""
     own, other = build(transport), build(transport)
