@@ -130,7 +130,7 @@ def in_aggregator(transport: Any) -> Trained:
     return Trained(model, aggregator, own, lambda: optimizer_step(own, aggregator))
 
 
-ADAPTERS = {
+ADAPTERS: dict[str, Any] = {
     "DistributedOptimizer": in_optimizer,
     "DDP": in_ddp,
     "FSDP2": in_fsdp,
