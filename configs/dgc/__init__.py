@@ -22,7 +22,7 @@ configs.train.compression.compress_ratio = 0.001  # share of a tensor's elements
 configs.train.compression.selector = None  # which elements; None: exact top-k
 configs.train.compression.values = None  # fp32, fp16, bf16, int8, sign or 2bit; None: fp32
 configs.train.compression.indices = None  # int64, int32, packed or rice; None: int64
-configs.train.compression.exchange = "all_gather"  # how selections are summed: also reduce_scatter, gtopk, auto
+configs.train.compression.exchange = "all_gather"  # how selections are summed: also reduce_scatter, auto
 # values of vectors, which are not compressed: fp32, fp16, bf16 or int8 (dense_int8.py); None: what fits the values
 configs.train.compression.dense_values = None
 configs.train.compression.vectors = "dense"  # sparse (vectors_sparse.py): they are compressed too

@@ -73,9 +73,8 @@ class SparseCompressor(Compressor):
         indices (IndexFormat or str): "int64", "int32", "packed", "rice", or an object of dgc.wire.
         exchange (str): how the ranks sum what they send. "all_gather": every rank receives all of it.
             "reduce_scatter": each rank sums a part of the bucket and selects again, in up to twice as many
-            elements as one rank selects; the bytes per rank do not grow with the number of ranks. "gtopk": pairs
-            of ranks add and select again what their groups have; the transport must carry messages from rank to
-            rank (`connect`). "auto": the one of the first two that sends fewer bytes.
+            elements as one rank selects; the bytes per rank do not grow with the number of ranks. "auto": the one
+            that sends fewer bytes.
         warmup_epochs (int), warmup_coeff (float or sequence): larger ratio in the first epochs; see `RatioWarmup`.
             Call begin_epoch of the optimizer or exchange before each epoch, or pass steps_per_epoch to it.
         seed (int): seed of the selector's random numbers.
@@ -226,7 +225,6 @@ class SparseCompressor(Compressor):
         self.fallback = make_fallback(dense_values, self.format.values, self.memory.gradient_clipping)
         check_choice(EXCHANGES, exchange=exchange)
         self.exchange, self._exchanges = exchange, EXCHANGES[exchange]
-        self.point_to_point = any(kind.point_to_point for kind in self._exchanges)
         self.vectors, self.vector_ratio = vectors, checked_vector_ratio(vectors, vector_ratio, fraction)
         self._names: set[str] | None = None
         self._awaits_epoch = warmup_epochs > 0

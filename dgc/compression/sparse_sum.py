@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import isqrt
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from jaxtyping import Bool, Int64
@@ -24,7 +24,7 @@ from torch import Tensor
 import dgc.kernels as kernels
 from dgc.bucket import Bucket
 from dgc.comm.meter import all_gather_wire_bytes
-from dgc.comm.requests import AllGather, AllToAll, Conversation, Exchange, read
+from dgc.comm.requests import AllGather, AllToAll, Conversation, read
 from dgc.compression.protocol import (
     DenseResult,
     Position,
@@ -34,7 +34,7 @@ from dgc.compression.protocol import (
     sparse_overflow_message,
 )
 from dgc.kernels import Budget, Merged, NativeMeanDecoder, SparseVector
-from dgc.wire.envelope import Envelope, sealed_bytes
+from dgc.wire.envelope import Envelope
 from dgc.wire.payload import Encoded, PayloadPlan
 
 # The mean, what of this rank's elements is in it, with the values that the other ranks have received, and parts of
@@ -47,15 +47,13 @@ class SparseExchange(ABC):
     """Sums what the ranks have selected of one bucket, in the steps of one ratio.
 
     payload: that of a selection. wants_sparse: whether a sparse mean saves the optimizer a pass: after momentum
-    correction it only subtracts. point_to_point: whether messages go from rank to rank, which not every transport
-    can do.
+    correction it only subtracts.
     """
 
     payload: PayloadPlan
     size: int
     rank: int
     wants_sparse: bool = False
-    point_to_point: ClassVar[bool] = False
 
     @staticmethod
     @abstractmethod
@@ -84,10 +82,9 @@ class SparseExchange(ABC):
         payloads: Sequence[Tensor],
         payload: PayloadPlan,
         bounds: Sequence[Tensor] | None = None,
-        ranks: Sequence[int] | None = None,
     ) -> Conversation[tuple[list[SparseVector], list[int]]]:
         """Check and decode payloads. Returns the elements and the flag of each. See `PayloadPlan.decode`."""
-        decoded = payload.decode(kernels.of(self.payload.budget.bounds).codec, payloads, bounds, ranks)
+        decoded = payload.decode(kernels.of(self.payload.budget.bounds).codec, payloads, bounds)
         return decoded.contents, decoded.check((yield from read(decoded.scalars)))
 
     def mean_of(
@@ -357,142 +354,9 @@ def capacities(k: int, numel: int, size: int) -> tuple[int, int]:
     return send, min(region, size * send, keep)
 
 
-# --- gTop-k ----------------------------------------------------------------------------------------
-
-
-class GTopKExchange(SparseExchange):
-    """Pairs of ranks add and select again what their groups have selected, for any number of ranks.
-
-    gTop-k (Shi et al. 2019, arXiv 1901.04359) by recursive doubling. With x the k elements that a rank has
-    selected, and P the largest power of two up to the number of ranks N:
-
-        first            rank P + p sends its x to rank p:               x_p = top_2k(x_p + x_{P+p})
-        j = 0, 1, ..     ranks r and r xor 2**j exchange their x:        x = top_2k(x of one + x of the other)
-        last             rank p sends x to rank P + p
-        result           x / N
-
-    After round j, each group of 2**(j+1) ranks holds the same x, bit for bit. top_2k keeps the 2 k largest
-    magnitudes, of equal ones the first.
-
-    Of an element of the result, a part of the sum may have been dropped by another group, or rounded by the
-    format. All ranks of that group see this part. One of them keeps it: for element i the member number (i // B)
-    mod (size of the group), with B of `Regions`.
-
-    Bytes of a rank: 24 (N-1) for an all-gather of headers before the first round, and for its messages, with
-    b_2 = SparseFormat.nbytes(2 k) for a sum:
-
-        p < N - P         b_2 (log2 P + 1)
-        N - P <= p < P    b + b_2 (log2 P - 1), or nothing for P = 1
-        p >= P            b
-
-    Differences from the paper: The paper keeps k elements of each sum: more elements then wait, and a short
-    training is less accurate. It reduces along a tree to one rank and broadcasts, 2 b log2 P bytes, and needs a
-    power of two. There the parts that are dropped of elements of the result are lost.
-    """
-
-    point_to_point = True
-
-    @staticmethod
-    def wire_bytes(payload: PayloadPlan, size: int) -> float:
-        power = largest_power_of_two(size)
-        doublings = power.bit_length() - 1
-        summed = payload.form.nbytes(budget_of_sums(payload), payload.numel)
-        header = all_gather_wire_bytes(sealed_bytes(0), size)
-        if size > power:
-            return header + (doublings + 1) * summed
-        return header + (payload.layout.nbytes + (doublings - 1) * summed if doublings else 0)
-
-    @cached_property
-    def sums(self) -> PayloadPlan:
-        """The payload of a sum."""
-        return self.part(budget_of_sums(self.payload), self.payload.numel)
-
-    def mean(self, bucket: Bucket, encoded: tuple[SparseVector, Position]) -> Conversation[Exchanged]:
-        held, (_, first_nonfinite) = _Held(self, *encoded), encoded
-        nothing = torch.empty(0, dtype=torch.uint8, device=bucket.device)
-        _, nonfinite = yield from self.envelope.gather(nothing, first_nonfinite)
-        size, rank, power = self.size, self.rank, largest_power_of_two(self.size)
-        twins = [rank ^ power] if rank ^ power < size else []  # of the first and the last round
-        if size > power:
-            sends = {rank ^ power: held.message(1)} if rank >= power else {}
-            for part in (yield from held.swap(sends, [] if sends else twins, self.payload)):
-                held.add(held.x, part, 1)
-        for j in range(power.bit_length() - 1):
-            partner = rank ^ 1 << j
-            if rank >= power:
-                yield from held.swap({})
-                continue
-            theirs = self.sums if j > 0 or partner + power < size else self.payload
-            (other,) = yield from held.swap({partner: held.message(1 << j)}, [partner], theirs)
-            lower, upper = (held.x, other) if rank < partner else (other, held.x)
-            held.add(lower, upper, 2 << j)
-        if size > power and rank < power:
-            message = held.message(power)  # with or without a twin: x is now what the twins receive
-            yield from held.swap(dict.fromkeys(twins, message))
-        elif size > power:
-            (held.x,) = yield from held.swap({}, twins)
-        kept = shared(total_of(held.kept, bucket.numel), held.x) if held.kept else None
-        return (yield from self.mean_of(bucket, [held.x], nonfinite)), shared(held.own, held.x), kept
-
-
-class _Held:
-    """What a rank holds between rounds: the elements x, which all ranks of its group hold, and parts of sums that
-    it keeps. own: what it has selected, as the other ranks receive it. members: size of a group, a power of two.
-    """
-
-    def __init__(self, exchange: GTopKExchange, elements: SparseVector, first_nonfinite: Position):
-        self._exchange, self._codec = exchange, kernels.of(elements.values).codec
-        encoded = exchange.payload.encode(self._codec, elements, first_nonfinite)
-        self.own = self.x = encoded.sent
-        self._payload: Tensor | None = encoded.payload  # of x
-        self.kept: list[SparseVector] = []
-
-    def message(self, members: int) -> Tensor:
-        """The payload of x, for one rank. x is then what it receives, and a member keeps the rounding."""
-        payload, sums = self._payload, self._exchange.sums
-        if payload is None:
-            encoded = sums.encode(self._codec, self.x, self._exchange.payload.budget.bounds[-1])
-            self._keep(subtract(self.x, encoded.sent), members)
-            self.x, payload = encoded.sent, encoded.payload
-        self._payload = None
-        return payload
-
-    def add(self, lower: SparseVector, upper: SparseVector, members: int) -> None:
-        """Set x to the largest elements of the sum of two groups. `members`: of both together."""
-        total = total_of([lower, upper], self._exchange.payload.numel)
-        self.x, self._payload = largest_of(total, self._exchange.sums.budget.capacity), None
-        self._keep(subtract(total, self.x), members)
-
-    def swap(
-        self, sends: dict[int, Tensor], sources: Sequence[int] = (), theirs: PayloadPlan | None = None
-    ) -> Conversation[list[SparseVector]]:
-        """Send payloads by rank, and return those of other ranks. theirs: their plan, if not that of a sum."""
-        plan, device = theirs or self._exchange.sums, self.x.values.device
-        receives = {r: torch.empty(plan.layout.nbytes, dtype=torch.uint8, device=device) for r in sources}
-        (received,) = yield (Exchange(sends, receives),)
-        parts, _ = yield from self._exchange.decode([received[r] for r in sources], plan, ranks=sources)
-        return parts
-
-    def _keep(self, rest: SparseVector, members: int) -> None:
-        own = rest.indices // BLOCK % members == self._exchange.rank % members
-        self.kept.append(SparseVector(rest.indices, torch.where(own, rest.values, 0.0), rest.count))
-
-
-def budget_of_sums(payload: PayloadPlan) -> Budget:
-    """Twice as many elements as a selection."""
-    return replace(payload.budget, capacity=min(payload.numel, 2 * payload.budget.capacity))
-
-
-def largest_power_of_two(size: int) -> int:
-    """The largest power of two up to `size`."""
-    return 1 << size.bit_length() - 1
-
-
-# Of these, each bucket takes the one with the fewest planned bytes, the same on every rank. "auto" has no gTop-k,
-# which needs messages from rank to rank, and in fp32 and int32 sends no fewer bytes than the better of the two.
+# Of these, each bucket takes the one with the fewest planned bytes, the same on every rank.
 EXCHANGES: dict[str, tuple[type[SparseExchange], ...]] = {
     "all_gather": (AllGatherExchange,),
     "reduce_scatter": (ReduceScatterExchange,),
-    "gtopk": (GTopKExchange,),
     "auto": (AllGatherExchange, ReduceScatterExchange),
 }

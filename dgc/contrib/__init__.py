@@ -3,6 +3,7 @@
 They keep the laws of `dgc.testing` and have no kernels of their own. The paper is in the docstring of each file.
 """
 
+from dgc.contrib.gtopk import GTopKCompressor as GTopKCompressor
 from dgc.contrib.random_k import RandomBlockCompressor as RandomBlockCompressor
 from dgc.contrib.random_k import RandomKCompressor as RandomKCompressor
 from dgc.contrib.svd import AtomoCompressor as AtomoCompressor

@@ -146,8 +146,8 @@ class HierarchicalCompressor(Compressor):
     def __init__(self, inner: Compressor, place: MachineRank, loads: list[int] | None = None):
         if inner.point_to_point:
             raise ValueError(
-                f"{type(inner).__name__} sends messages from rank to rank (exchange='gtopk'), and not "
-                "between machines alone: use exchange='reduce_scatter', or hierarchical='off'"
+                f"{type(inner).__name__} sends messages from rank to rank, and not between machines alone: use "
+                "hierarchical='off'"
             )
         self.inner, self.place = inner, place
         self._loads = [0] * place.local_size if loads is None else loads

@@ -375,9 +375,8 @@ def register_compressors(compressors: Iterable[Compressor], transport: Transport
         check_unused(compressor)
         if compressor.point_to_point and not transport.point_to_point:
             raise ValueError(
-                f"{type(compressor).__name__} sends messages from rank to rank (exchange='gtopk'), and this "
-                f"{type(transport).__name__} does not: connect with point_to_point=True, or use "
-                "exchange='reduce_scatter'"
+                f"{type(compressor).__name__} sends messages from rank to rank, and this "
+                f"{type(transport).__name__} does not: connect with point_to_point=True"
             )
         if not isinstance(compressor, StatelessCompressor):
             _in_use.add(compressor)

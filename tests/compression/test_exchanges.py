@@ -9,7 +9,6 @@ import pytest
 import torch
 from compression.ranks import Ranks, normal
 from memory.held import Held
-from optim.nets import alone, net, wrap
 from selection.shapes import plan_of
 from wire.payloads import selection_of
 
@@ -17,13 +16,11 @@ from dgc.bucket import make_bucket
 from dgc.comm.lockstep import LockstepError
 from dgc.comm.meter import all_gather_wire_bytes
 from dgc.comm.requests import next_requests
-from dgc.compression import DenseResult, DGCCompressor, Route, Rule, SparseResult
+from dgc.compression import DenseResult, DGCCompressor, SparseResult
 from dgc.compression.sparse_sum import BLOCK, EXCHANGES, divide_into_regions, largest_region
 from dgc.memory import DGCSGDMemory, ResidualMemory
 from dgc.wire import CastValues, PayloadError, PlainIndices, SparseFormat
 from dgc.wire.payload import PayloadPlan
-from dgc_training.config import load
-from dgc_training.startup.build import build_method, open_transport
 
 INT32 = SparseFormat(CastValues(), PlainIndices("int32"))
 
@@ -36,7 +33,9 @@ def wire_bytes(exchange: Any, payload: Any, size: Any) -> Any:
     return min(kind.wire_bytes(payload, size) for kind in EXCHANGES[exchange])
 
 
-def ranks_of(size: int, exchange: str = "gtopk", ratio: float = 0.05, shape: Any = (40, 100), **rest: Any) -> Any:
+def ranks_of(
+    size: int, exchange: str = "reduce_scatter", ratio: float = 0.05, shape: Any = (40, 100), **rest: Any
+) -> Any:
     return Ranks(size, lambda: DGCCompressor(ratio, ResidualMemory(), exchange=exchange, **rest), [shape])
 
 
@@ -86,54 +85,21 @@ def test_what_a_full_payload_or_the_result_does_not_have_waits_on_the_rank_that_
     size, k, own = 8, 200, torch.zeros(8, 4000)
     for rank in range(size):
         own[rank, rank * 300 + torch.arange(k)] = 1.0 + rank
-    for exchange in ("gtopk", "reduce_scatter"):
-        ranks = ranks_of(size, exchange)
-        mean = ranks.step(list(own))
-        assert 1.9 * k < int(mean.count_nonzero()) <= 2 * k
-        for gradient, error in zip(own, ranks.errors(), strict=True):
-            assert torch.equal(error, torch.where(mean == 0, gradient, 0.0))
-    # ranks 0 to 3 drop 2.5 at element 5, for elements 0 and 1; the result has what ranks 4 and 5 add there
-    own, left = torch.zeros(8, 20), torch.zeros(8, 20)
-    own[0, 0], own[1, 1], own[2, 5], own[3, 1] = 3.0, 4.0, 2.5, 1.0
-    own[4, 5], own[5, 5], own[6, 6], own[7, 6] = 10.0, 1.0, 8.0, 1.0
-    ranks = ranks_of(8, shape=(20, 1))
+    ranks = ranks_of(size)
     mean = ranks.step(list(own))
-    assert (mean[5], mean[6]) == (11 / 8, 9 / 8) and mean.count_nonzero() == 2
-    left[0, 0], left[0, 5], left[1, 1], left[3, 1] = 3.0, 2.5, 4.0, 1.0
-    assert torch.equal(torch.stack(ranks.errors()), left)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 8])
-def test_doubling_by_the_definition_in_dense_vectors(size: Any) -> None:
-    def top(x: Any, k: Any) -> Any:
-        """The k largest magnitudes, of equal ones the first."""
-        order = x.abs().argsort(descending=True, stable=True)[:k]
-        return torch.zeros_like(x).index_copy(0, order, x[order])
-
-    k, ranks, errors = 200, ranks_of(size), [torch.zeros(4000) for _ in range(size)]
-    for step in range(3):
-        own = [normal(4000, seed=10 * step + rank) for rank in range(size)]
-        due = [error + gradient for error, gradient in zip(errors, own, strict=True)]
-        sent = [top(v, k) for v in due]
-        power = 2 ** (size.bit_length() - 1)
-        x = [top(sent[p] + sent[power + p], 2 * k) if power + p < size else sent[p] for p in range(power)]
-        for j in range(size.bit_length() - 1):
-            x = [top(x[r & ~(1 << j)] + x[r | 1 << j], 2 * k) for r in range(power)]
-        assert torch.equal(ranks.step(own), x[0] / size)
-        errors, waits = ranks.errors(), x[0] == 0
-        assert all(torch.equal(error[waits], v[waits]) for v, error in zip(due, errors, strict=True))
+    assert 1.9 * k < int(mean.count_nonzero()) <= 2 * k
+    for gradient, error in zip(own, ranks.errors(), strict=True):
+        assert torch.equal(error, torch.where(mean == 0, gradient, 0.0))
 
 
 @pytest.mark.usefixtures("no_type_checks")
 def test_bytes_are_planned_and_those_of_the_docs_and_a_bucket_goes_dense_where_that_is_cheaper() -> None:
     """Of the rank that sends most; laws/table.py has the formulas of payloads."""
-    for size, exchange in product((3, 8, 11, 16), ("gtopk", "reduce_scatter")):
-        ranks = ranks_of(size, exchange, int32_indices=True)
+    for size in (3, 8, 11, 16):
+        ranks = ranks_of(size, int32_indices=True)
         ranks.step([normal(4000, seed=rank) for rank in range(size)])
-        found, rounds = zip(*((meter.wire_bytes, meter.rounds) for meter in ranks.world.meters), strict=True)
-        assert max(found) == wire_bytes(exchange, payload_of(4000, 0.05), size)
-        assert (len(set(found)) > 1) == (exchange == "gtopk" and bool(size & size - 1))
-        assert len(set(rounds)) == 1 and (rounds[0] == 2 or exchange == "gtopk")
+        found = {(meter.wire_bytes, meter.rounds) for meter in ranks.world.meters}
+        assert found == {(wire_bytes("reduce_scatter", payload_of(4000, 0.05), size), 2)}
     for size, (ratio, kind) in product((4, 16), ((0.36, DenseResult), (0.3, SparseResult))):
         ranks = ranks_of(size, "reduce_scatter", ratio, (300, 100), int32_indices=True)
         results, _ = ranks.exchange([normal(30_000, seed=rank) for rank in range(size)])
@@ -153,12 +119,12 @@ def test_bytes_are_planned_and_those_of_the_docs_and_a_bucket_goes_dense_where_t
         chosen.append(scattered < gathered)
     assert chosen == [False, False, False, True, True, True]
     text = Path(__file__).parents[2].joinpath("docs/methods.md").read_text()
-    head = "| ranks | `all_gather` | `reduce_scatter` | `gtopk` |\n|---:|---:|---:|---:|\n"
+    head = "| ranks | `all_gather` | `reduce_scatter` |\n|---:|---:|---:|\n"
     table = text.split(head)[1].split("\n\n")[0].splitlines()
     assert len(table) > 4
     for row in table:
         size = int(row.split("|")[1])
-        planned = [wire_bytes(name, payload, size) for name in ("all_gather", "reduce_scatter", "gtopk")]
+        planned = [wire_bytes(name, payload, size) for name in ("all_gather", "reduce_scatter")]
         assert row == f"| {size} | " + " | ".join(f"{nbytes / 1e6:.2f} MB" for nbytes in planned) + " |"
 
 
@@ -189,7 +155,7 @@ def test_what_returns_is_added_once_and_momentum_is_masked_where_this_rank_sent(
 
 
 def test_a_rank_with_other_settings_is_named_and_told_the_cure() -> None:
-    """Also where the payloads have equal sizes, and before anything is doubled."""
+    """Also where the payloads have equal sizes."""
 
     def first_messages(exchange: str, settings: Any) -> Any:
         """The conversations of ranks with these settings, and the messages of their first round."""
@@ -213,32 +179,7 @@ def test_a_rank_with_other_settings_is_named_and_told_the_cure() -> None:
             received = tuple(message.tensor.split(list(message.splits))[rank] for message in messages)
             with pytest.raises(PayloadError, match=words):
                 conversations[rank].send((received,))
-        conversations, messages = first_messages("gtopk", [usual, odd, usual])
-        with pytest.raises(PayloadError, match=words):
-            conversations[2].send((tuple(message.tensor for message in messages),))
     ratios, make = [0.01, 0.02], partial(DGCCompressor, memory=ResidualMemory(), exchange="reduce_scatter")
     ranks = Ranks(2, lambda: make(ratios.pop()), [(300, 100)])
     with pytest.raises(LockstepError, match=r"which expects .*; give every rank the same settings"):
         ranks.step([normal(30_000, seed=rank) for rank in range(2)])
-
-
-def test_a_transport_of_messages_between_ranks_is_asked_for_and_any_other_refused(monkeypatch: Any) -> None:
-    """At construction, by name and with the cure; a route that uses such messages anywhere counts too."""
-    asked, make = [], partial(DGCCompressor, 0.01, ResidualMemory())
-
-    def connected(point_to_point: Any, **_: Any) -> Any:
-        asked.append(point_to_point)
-        return alone()
-
-    transport, gtopk = alone(), make(exchange="gtopk")
-    transport.point_to_point = False
-    for compression in (gtopk, Route([Rule(gtopk)])):
-        with pytest.raises(ValueError, match=r"exchange='gtopk'.*LockstepTransport does not: connect with"):
-            wrap(net(), transport, compression=compression)
-    monkeypatch.setattr("dgc.optim.distributed.default_transport", connected)
-    for exchange in ("all_gather", "reduce_scatter", "gtopk"):
-        wrap(net(), None, compression=make(exchange=exchange))
-    for files in ([], ["configs/dgc/wm0"], ["configs/dgc/wm0", "configs/dgc/gtopk"], ["configs/gossip/sgp"]):
-        settings = load(["configs/digits/cnn", *files]).train
-        open_transport(settings, build_method(settings), connected)
-    assert asked == [False, False, True] + [False, False, True, True]

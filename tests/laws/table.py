@@ -376,13 +376,13 @@ def reduce_scatter_bytes(form: wire.SparseFormat, bucket: Bucket, size: int, *_:
     return size * first + second
 
 
-def gtopk_bytes(form: wire.SparseFormat, bucket: Bucket, size: int, rank: int) -> int:
+def gtopk_bytes(bucket: Bucket, size: int, rank: int) -> int:
     """A header, the selection in a rank's first message, and twice as many elements in those of sums: one in every
     doubling of the power of two up to N, and one to its twin beyond that power.
     """
     k, doublings = kept(bucket), size.bit_length() - 1
     power = 2**doublings
-    first, later = (nbytes(form, n, len(bucket.segments), bucket.numel) for n in (k, min(bucket.numel, 2 * k)))
+    first, later = (sealed_bytes(8 * n) for n in (k, min(bucket.numel, 2 * k)))
     if rank >= power:
         return 24 + first
     if rank + power < size:
@@ -396,12 +396,11 @@ def auto_bytes(bucket: Bucket, size: int, *_: int) -> int:
 
 def row(exchange: str, name: str, memory: Any, form: Any, momentum: float = 0.0, left: Any = None) -> Row:
     """left: a step changes at most 2 k elements, where the all-gather changes the k of every rank."""
-    payloads: dict[str, Payload] = {"auto": auto_bytes, "gtopk": partial(gtopk_bytes, form)}
     return Row(
         f"{exchange.replace('_', '-')}-{name}",
         dgc(memory, exchange=exchange, values=form.values, indices=form.indices),
-        payloads.get(exchange, partial(reduce_scatter_bytes, form)),
-        by_size=exchange != "gtopk",
+        auto_bytes if exchange == "auto" else partial(reduce_scatter_bytes, form),
+        by_size=True,
         conserves=not momentum,
         dense_limit=None if momentum else dgc(memory, compress_ratio=1.0, exchange=exchange),
         momentum=momentum,
@@ -409,15 +408,16 @@ def row(exchange: str, name: str, memory: Any, form: Any, momentum: float = 0.0,
     )
 
 
-EXCHANGES = [row("auto", "residual", ResidualMemory, INT32)]
-for exchange in ("reduce_scatter", "gtopk"):
-    EXCHANGES += [
-        row(exchange, "residual", ResidualMemory, INT32),
-        row(exchange, "residual-int8-rice", ResidualMemory, SMALLEST),
-        row(exchange, "dgc-zero-momentum-fp16-packed", no_momentum, SMALL),
-        row(exchange, "dgc", PLAIN_MOMENTUM, INT32, 0.9, 0.4),
-        row(exchange, "dgc-int8-rice", PLAIN_MOMENTUM, SMALLEST, 0.9, 0.4),
-    ]
+gtopk = partial(contrib.GTopKCompressor, 0.05)
+EXCHANGES = [
+    row("auto", "residual", ResidualMemory, INT32),
+    row("reduce_scatter", "residual", ResidualMemory, INT32),
+    row("reduce_scatter", "residual-int8-rice", ResidualMemory, SMALLEST),
+    row("reduce_scatter", "dgc-zero-momentum-fp16-packed", no_momentum, SMALL),
+    row("reduce_scatter", "dgc", PLAIN_MOMENTUM, INT32, 0.9, 0.4),
+    row("reduce_scatter", "dgc-int8-rice", PLAIN_MOMENTUM, SMALLEST, 0.9, 0.4),
+    Row("gtopk", gtopk, gtopk_bytes, dense_limit=partial(contrib.GTopKCompressor, 1.0)),
+]
 
 
 # --- dgc/paper: the definitions keep the laws too --------------------------------------------------------

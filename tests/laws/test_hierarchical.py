@@ -232,7 +232,7 @@ def test_groups_balance_the_loads_of_ranks_and_messages_between_single_ranks_are
     for i in range(8):
         compressor.init(make_bucket(str(i), [(f"p{i}", torch.zeros(100))]), 8, 0)
     assert compressor._loads == [200] * 4
-    assert len(POINT_TO_POINT) > 1
+    assert POINT_TO_POINT
     for row in POINT_TO_POINT:
-        with pytest.raises(ValueError, match=r"sends messages from rank to rank \(exchange='gtopk'\)"):
+        with pytest.raises(ValueError, match="sends messages from rank to rank"):
             HierarchicalCompressor(row.make(), MachineRank(0, 2, 0, 2))

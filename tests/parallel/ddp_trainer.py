@@ -37,7 +37,6 @@ METHODS: dict[str, Callable[[], Any]] = {
     "dgc": lambda: methods.DGCCompressor(0.05, DGCSGDMemory(momentum=0.9)),
     "sign values": lambda: methods.DGCCompressor(0.05, ResidualMemory(), values=SignValues()),
     "reduce_scatter": lambda: methods.DGCCompressor(0.05, DGCSGDMemory(momentum=0.9), exchange="reduce_scatter"),
-    "gtopk": lambda: methods.DGCCompressor(0.05, ResidualMemory(), exchange="gtopk", values=SignValues()),
     "powersgd": lambda: methods.PowerSGDCompressor(2),
     "powersgd paper": lambda: methods.PowerSGDCompressor(2, mode="paper"),
     "2-bit": lambda: methods.ThresholdCompressor(2, 0.01),

@@ -188,7 +188,6 @@ METHODS: dict[str, Callable[[], Any]] = {
     "top-k": lambda: top_k(vectors="sparse"),
     "dgc": lambda: dgc(vectors="sparse"),
     "reduce_scatter": lambda: top_k(0.05, vectors="sparse", exchange="reduce_scatter"),
-    "gtopk": lambda: dgc(0.05, vectors="sparse", exchange="gtopk"),
     "2-bit": lambda: methods.ThresholdCompressor(2, 0.05),
     "qsgd": methods.QSGDCompressor,
     "4 bits": lambda: methods.TwoPhaseCompressor(4),

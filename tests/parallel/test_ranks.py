@@ -16,7 +16,7 @@ from optim.nets import dgc, dgc_sgd, wrap
 from parallel.found import digest, told
 from parallel.ranks import Group, alone, each_rank_of, horovodrun, mpirun, over, torchrun
 
-from dgc import comm, kernels, paper
+from dgc import comm, contrib, kernels, paper
 from dgc import compression as methods
 from dgc.comm.lockstep import LockstepWorld
 from dgc.kernels.library import supported_isas
@@ -106,7 +106,7 @@ COMPRESSORS: dict[str, Callable[[], Any]] = {
     "chunks": lambda: methods.ChunkCompressor(0.01, DGCSGDMemory(0.9)),
     "paper-dgc": lambda: paper.DGC(0.01),
     "paper-2bit": lambda: paper.Threshold(2, 0.01),
-    "gtopk": lambda: dgc(0.01, exchange="gtopk", dense_values="int8"),  # from point to point
+    "gtopk": lambda: contrib.GTopKCompressor(0.01),  # from rank to rank
 }
 
 

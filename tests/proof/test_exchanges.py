@@ -25,7 +25,7 @@ def trained(exchange: str, fold: int, folder: Path) -> Any:
 def test_fewer_bytes_for_the_same_accuracy(tmp_path: Path) -> None:
     runs: dict[str, list[Any]] = {
         exchange: [trained(exchange, fold, tmp_path / f"{exchange}{fold}") for fold in range(5)]
-        for exchange in ("all_gather", "reduce_scatter", "gtopk")
+        for exchange in ("all_gather", "reduce_scatter")
     }
     gathered = runs.pop("all_gather")
     for exchange, others in runs.items():

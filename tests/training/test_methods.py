@@ -35,7 +35,7 @@ SETTINGS += ["data.num_threads_per_worker=1", "model.width=8"]
 BEFORE = {
     "threshold/server": ["threshold/2bit"], "route/matrices_only": ["quant/qsgd"],
     "adam/fp16": ["adam/zero_one_adam"],
-    **dict.fromkeys(("dgc/reduce_scatter", "dgc/gtopk"), ["dgc/wm0", "dgc/int32"]),
+    "dgc/reduce_scatter": ["dgc/wm0", "dgc/int32"],
 }  # fmt: skip
 # the small model is less than one chunk of the default size, and an epoch has four steps
 ALSO = {
@@ -60,7 +60,7 @@ def names(*folders: str) -> list[str]:
 
 
 COMPRESSION = names("chunks", "powersgd", "threshold", "quant", "sparse", "adam", "route")
-COMPRESSION += ["dgc/reduce_scatter", "dgc/gtopk"]
+COMPRESSION += ["dgc/reduce_scatter", "contrib/gtopk"]
 GOSSIP = [
     *(["gossip/" + name] for name in ("ar", "sgp", "osgp", "dpsgd", "choco", "powergossip")),
     *(["gossip/sgp", "gossip/" + name] for name in ("fp16", "bf16", "int8", "machines")),
