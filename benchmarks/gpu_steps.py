@@ -327,7 +327,6 @@ COUNTED: dict[str, Make] = {
     "scaled signs": compression.ScaledSignCompressor,
     "2 bits": lambda: compression.ThresholdCompressor(wire="gather"),
     "QSGD": compression.QSGDCompressor,
-    "TernGrad": compression.TernGradCompressor,
     "int8 blocks": compression.BlockwiseCompressor,
     "two phases, int8": compression.TwoPhaseCompressor,
     "two phases, int4": lambda: compression.TwoPhaseCompressor(4),

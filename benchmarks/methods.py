@@ -63,7 +63,7 @@ from scripts.methods import build
 TAKES = "8 min"
 CODES = """
     fp16 bf16 2bit 1bit 2bit-gather 2bit-scatter 2bit-adaptive signsgd signum scaled-sign onebit double-squeeze
-    int8 int4 qsgd terngrad natural blockwise
+    int8 int4 qsgd blockwise
 """.split()
 SPARSE = """
     dgc dgc-1-percent dgc-sign-rice dgc-int8-rice topk threshold-v chunks random-k random-block dgc-residual

@@ -27,6 +27,4 @@ from dgc.compression.sparse import SparseCompressor as SparseCompressor
 from dgc.compression.threshold import ThresholdCompressor as ThresholdCompressor
 from dgc.compression.two_phase import TwoPhaseCompressor as TwoPhaseCompressor
 from dgc.compression.uniform import BlockwiseCompressor as BlockwiseCompressor
-from dgc.compression.uniform import NaturalCompressor as NaturalCompressor
 from dgc.compression.uniform import QSGDCompressor as QSGDCompressor
-from dgc.compression.uniform import TernGradCompressor as TernGradCompressor

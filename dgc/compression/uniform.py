@@ -1,4 +1,4 @@
-"""Compressors that round every element, to evenly spaced levels or to powers of two."""
+"""Compressors that round every element to evenly spaced levels."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -140,49 +140,6 @@ class QSGDCompressor(UniformCompressor):
 
 
 @checked
-class TernGradCompressor(UniformCompressor):
-    """TernGrad (Wen, Xu, Yan, Wu, Wang, Chen, Li 2017, arXiv 1705.07878, Algorithm 1 and section 3.3).
-
-        s = max |g|;  send s sign(g_i) b_i,  b_i = 1 with probability |g_i| / s, else 0
-
-    for each tensor, unbiased. Gradients are first clipped to `clip` standard deviations, which lowers s.
-
-    Differences from the paper: s of each tensor differs between ranks. In the paper a parameter server lets the
-    ranks share the largest s. With error feedback, which is not in the paper, the clipped part is kept as well.
-
-    Args:
-        clip (float, optional): a positive limit in standard deviations, 2.5 in the paper; None for no clipping.
-        error_feedback, seed: as `ErrorFeedbackCompressor`.
-
-    Raises:
-        ValueError: if clip is not positive.
-    """
-
-    def __init__(self, clip: float | None = 2.5, error_feedback: bool = False, seed: int = 0):
-        if clip is not None and not clip > 0:
-            raise ValueError(f"clip is a positive number of standard deviations or None, not {clip}")
-        super().__init__(2, 1, None, True, error_feedback, seed)
-        self.clip = clip
-
-    @property
-    def scale(self) -> kernels.Scale:
-        return kernels.Scale.LARGEST if self.clip is None else kernels.Scale.CLIPPED
-
-    def code(self, bucket: Bucket, state: State) -> kernels.ElementCode | None:
-        code = super().code(bucket, state)
-        return code if code is None or self.clip is None else replace(code, factor=self.clip)
-
-    def scales(self, v: Vector, blocks: Int64[Tensor, "bounds"]) -> Tensor:
-        if self.clip is None:
-            return kernels.of(v).quantize.largest(v, blocks)
-        n, moments = blocks.diff().clamp(min=1), kernels.of(v).selection.moments(v, blocks)
-        deviation = (moments.squares / n - (moments.sums / n) ** 2).clamp(min=0).sqrt()
-        # if the deviation is 0, all elements are equal and none is clipped
-        limit = (self.clip * deviation).where(deviation > 0, moments.largest.double())
-        return moments.largest.double().minimum(limit)
-
-
-@checked
 class BlockwiseCompressor(UniformCompressor):
     """The nearest of 2 ** bits - 1 levels, with each block scaled by its largest magnitude, as in block-wise
     quantization of optimizer states (Dettmers, Lewis, Shleifer, Zettlemoyer 2022, arXiv 2110.02861, section 2.1).
@@ -202,48 +159,6 @@ class BlockwiseCompressor(UniformCompressor):
 
     def scales(self, v: Vector, blocks: Int64[Tensor, "bounds"]) -> Tensor:
         return kernels.of(v).quantize.largest(v, blocks)
-
-
-@checked
-class NaturalCompressor(AllGatherCompressor):
-    """Natural compression (Horvath, Ho, Horvath, Sahu, Canini, Richtarik 2019, arXiv 1905.10988, section 2).
-
-        2**e <= |v| < 2**(e + 1):  send sign(v) 2**(e + 1) with probability |v| / 2**e - 1, else sign(v) 2**e
-
-    The result is unbiased, with a variance of at most |v|**2 / 8. Codes: one byte for each element, its sign and
-    its exponent relative to the bucket's largest, and 4 bytes for that.
-
-    Differences from the paper: Exponents have 7 bits in place of 8. Magnitudes at or below 2**-126 times the
-    bucket's largest are lost. Error feedback is not in the paper.
-
-    Args:
-        random (bool): stochastic rounding, as in the paper; False rounds to the nearest power of two.
-        error_feedback, seed: as `ErrorFeedbackCompressor`.
-    """
-
-    bits = 8
-
-    def __init__(self, random: bool = True, error_feedback: bool = False, seed: int = 0):
-        super().__init__(error_feedback, seed)
-        self.random = random
-
-    def init(self, bucket: Bucket, size: int, rank: int) -> State:
-        whole = torch.tensor([0, bucket.numel], dtype=torch.int64, device=bucket.device)
-        return replace(super().init(bucket, size, rank), constants={"whole": whole})
-
-    def nbytes(self, bucket: Bucket) -> int:
-        return 4 + bucket.numel
-
-    def code(self, bucket: Bucket, state: State) -> kernels.ElementCode:
-        what = (kernels.Form.POWERS, kernels.Scale.TOP, state.constants["whole"], 8)
-        return kernels.ElementCode(*what, random=self.random)
-
-    def encode(self, bucket: Bucket, state: State, v: Vector) -> tuple[Codes, Vector]:
-        seed = self.noise(bucket, state) if self.random else None
-        return kernels.of(v).quantize.natural_encode(v, seed, self.error_feedback, state.scratch.get("errors"))
-
-    def mean_(self, bucket: Bucket, state: State, codes: Sequence[Codes], mean: Vector) -> None:
-        kernels.of(mean).quantize.natural_mean_(codes, state.size, mean)
 
 
 # --- tensors that a sparse method leaves -----------------------------------------------------------

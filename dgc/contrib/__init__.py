@@ -4,7 +4,9 @@ They keep the laws of `dgc.testing` and have no kernels of their own. The paper 
 """
 
 from dgc.contrib.gtopk import GTopKCompressor as GTopKCompressor
+from dgc.contrib.natural import NaturalCompressor as NaturalCompressor
 from dgc.contrib.random_k import RandomBlockCompressor as RandomBlockCompressor
 from dgc.contrib.random_k import RandomKCompressor as RandomKCompressor
 from dgc.contrib.svd import AtomoCompressor as AtomoCompressor
 from dgc.contrib.svd import SVDCompressor as SVDCompressor
+from dgc.contrib.terngrad import TernGradCompressor as TernGradCompressor

@@ -24,22 +24,21 @@ class Scale(IntEnum):
     """The table's numbers for the elements v of a segment, or what a method sends in advance.
 
     NONE: no numbers. NONZERO: 1 if v has an element other than zero, else 0. MEAN: mean of |v|. MEANS: mean of the
-    elements that are not above zero, then of those above. LARGEST: largest |v|. NORM: L2 norm. CLIPPED: largest
-    |v|, but at most `factor` standard deviations. SPREAD: `factor` times the root mean square. TOP: E of
-    `Quantizers.natural_encode`, an int32.
+    elements that are not above zero, then of those above. LARGEST: largest |v|. NORM: L2 norm. SPREAD: `factor`
+    times the root mean square.
     """
 
-    NONE, NONZERO, MEAN, MEANS, LARGEST, NORM, CLIPPED, SPREAD, TOP = range(9)
+    NONE, NONZERO, MEAN, MEANS, LARGEST, NORM, SPREAD = range(7)
 
 
 class Form(IntEnum):
     """What the codes stand for.
 
     SIGNS: the scale with a sign. PAIRS: one of two numbers. CUTS: 1 above the given cut, else -1. TERNARY: the
-    given threshold with a sign, or zero. LEVELS: that of `uniform_encode`. POWERS: that of `natural_encode`.
+    given threshold with a sign, or zero. LEVELS: that of `uniform_encode`.
     """
 
-    SIGNS, PAIRS, CUTS, TERNARY, LEVELS, POWERS = range(6)
+    SIGNS, PAIRS, CUTS, TERNARY, LEVELS = range(5)
 
 
 @dataclass(frozen=True, eq=False)

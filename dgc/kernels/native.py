@@ -143,7 +143,6 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "dgc_quantize_ternary": (None, (F32, *_RANGES, F32, *_MADE)),
     "dgc_quantize_levels": (None, (F32, *_RANGES, F32, F32, c_int, c_int, *_RANDOM, *_MADE)),
     "dgc_add_levels": (None, (U8, *_RANGES, F32, c_int, F32, c_int)),
-    "dgc_quantize_natural": (None, (F32, c_int64, *_RANDOM, *_MADE)),
     "dgc_blocks_encode": (None, (F32, *_RANGES, c_int64, c_int, c_int, c_int64, U8, c_int64, F32, c_int)),
     "dgc_blocks_add_sum": (None, (*_RANKS, c_int64, c_int, c_int, c_int64, F32, c_int)),
     "dgc_blocks_add_encode": (
@@ -164,7 +163,6 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "dgc_mean_levels": (c_int, (*_RANKS, *_RANGES, EACH_F32, c_int, c_float, F32, c_int)),
     "dgc_mean_bf16": (None, (*_RANKS, c_int64, c_float, F32, c_int)),
     "dgc_round": (c_int, (EACH_F32, c_void_p, c_int, c_int, U8, c_int64, c_int)),
-    "dgc_mean_natural": (None, (*_RANKS, c_int64, c_float, F32, c_int)),
     "dgc_pack_sums": (None, (*_RANKS, c_int64, c_int, c_int, U8, c_int)),
     "dgc_mean_sums": (None, (*_RANKS, c_int64, c_int, *_RANGES, c_int, F32, F32, c_int)),
     "dgc_lowrank": (None, (F32, *_SIZES, F32, F32, c_int64, F32, c_int64, c_int, F32, c_int)),
@@ -545,7 +543,7 @@ class NativeMeanDecoder(Native, MeanDecoder):
 
 
 class NativeQuantizers(Native, Quantizers):
-    """Quantizers at the speed of memory. Ternary and natural codes of a single rank are added in torch."""
+    """Quantizers at the speed of memory. Ternary codes of a single rank are added in torch."""
 
     def largest(self, v: Dense, bounds: Bounds) -> Each:
         found = torch.empty(bounds.numel() - 1, dtype=FP32)
@@ -646,17 +644,6 @@ class NativeQuantizers(Native, Quantizers):
         steps, threads = [level_factors(own, levels, bits)[1] for own in scales], torch.get_num_threads()
         given = (*_by_rank(codes, steps), *_ranges(bounds, bits, 1))
         self._library.dgc_mean_levels(*given, steps, bits, size, mean, threads)
-
-    def natural_encode(
-        self, v: Dense, seed: int | None, keep: bool = True, into: Dense | None = None
-    ) -> tuple[Codes, Residual]:
-        codes, residual = torch.empty(4 + v.numel(), dtype=UINT8), empty_residual(v, keep, into)
-        made = (codes, residual, torch.get_num_threads())
-        self._library.dgc_quantize_natural(v, v.numel(), *_random(seed), *made)
-        return codes, residual
-
-    def natural_mean_(self, codes: Sequence[Codes], size: int, mean: Dense) -> None:
-        self._library.dgc_mean_natural(*_by_rank(codes), mean.numel(), size, mean, torch.get_num_threads())
 
     def round_(self, g: tuple[Tensor, ...], halves: Tensor) -> Tensor:
         if halves.dtype not in CASTS or any(piece.dtype != FP32 for piece in g):

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
-from jaxtyping import Float32, Int32, Int64, UInt8
+from jaxtyping import Float32, Int64, UInt8
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -32,8 +32,6 @@ assert sys.byteorder == "little", "codes are little-endian, and so must this mac
 
 LOW = 0xFFFFFFFF
 WORD = 4  # bytes; segments of sign and ternary codes are aligned to words, as in MXNet
-MAGNITUDE = 0x7FFFFFFF
-TOP_EXPONENT = 254  # the largest biased exponent of a finite fp32
 
 Codes = UInt8[Tensor, "nbytes"]
 Residual = Float32[Tensor, "kept"]
@@ -163,41 +161,6 @@ class Quantizers:
         mean.zero_()
         for code, own in zip(codes, scales, strict=True):
             self.uniform_add_(code, bounds, own, levels, bits, mean)
-        _divide_(mean, size)
-
-    def natural_encode(
-        self, v: Dense, seed: int | None, keep: bool = True, into: Dense | None = None
-    ) -> tuple[Codes, Residual]:
-        """Encode powers of two: |v| in [2^e, 2^(e+1)) is rounded up with probability |v| / 2^e - 1, else down.
-
-        The codes are int32 E, then one byte per element: the sign in the highest bit, below it c = 1 .. 127 for
-        2^(E - 127 + c), or 0 for zero. E is at least 0 and above the exponent of the largest |v|, but at most 127.
-        Nothing therefore overflows, and fp32's denormals lie between the powers zero and 2^-126. Rounded values
-        below 2^(E - 126) become zero.
-        """
-        n = v.numel()
-        magnitude = v.view(torch.int32) & MAGNITUDE
-        top = natural_top(magnitude.amax() if n else magnitude.sum(dtype=torch.int32))
-        # a carry out of the mantissa increments the exponent
-        r = 1 << 22 if seed is None else random_bits(n, seed, v.device) >> 9
-        exponent = (magnitude + r >> 23).clamp(max=TOP_EXPONENT).int()
-        c = (exponent - top).clamp(min=0)
-        negative = (v < 0) & (c > 0)
-        codes = torch.empty(4 + n, dtype=torch.uint8, device=v.device)
-        codes[:4] = top.view(1).view(torch.uint8)
-        codes[4:] = c.byte() + (negative.byte() << 7)
-        powers = torch.where(c > 0, exponent << 23, 0).view(torch.float32)
-        return codes, _residual(v, _signed(powers, negative), keep, into)
-
-    def natural_add_(self, codes: Codes, total: Dense) -> None:
-        c = codes[4:].int() & 127
-        powers = torch.where(c > 0, c + natural_top_in(codes) << 23, 0)
-        total += _signed(powers.view(torch.float32), codes[4:] >= 128)
-
-    def natural_mean_(self, codes: AllCodes, size: int, mean: Dense) -> None:
-        mean.zero_()
-        for code in codes:
-            self.natural_add_(code, mean)
         _divide_(mean, size)
 
     def round_(self, g: tuple[Tensor, ...], halves: Tensor) -> Tensor:
@@ -345,16 +308,6 @@ def random_bits(n: int, seed: int, device: torch.device) -> Int64[Tensor, "n"]:
     x = (x ^ x >> 16) * 0x7FEB352D & LOW
     x = (x ^ x >> 15 ^ second) * 0x846CA68B & LOW
     return x ^ x >> 16
-
-
-def natural_top(largest: Int32[Tensor, ""]) -> Int32[Tensor, ""]:
-    """Return E for the bits of the largest magnitude."""
-    return ((largest >> 23) - 126).clamp(0, 127)
-
-
-def natural_top_in(codes: Codes) -> Int32[Tensor, ""]:
-    """Read E from codes, clamped to its range. The codes may be unaligned."""
-    return codes[:4].clone().view(torch.int32)[0].clamp(0, 127)
 
 
 def range_of_each(bounds: Bounds, n: int) -> Int64[Tensor, "n"]:

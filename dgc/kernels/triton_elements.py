@@ -72,8 +72,8 @@ from dgc.kernels.triton_tables import (
     pointers,
 )
 
-NONE, NONZERO, MEAN, MEANS, LARGEST, NORM, CLIPPED, SPREAD, TOP = (tl.constexpr(int(scale)) for scale in Scale)
-SIGNS, PAIRS, CUTS, TERNARY, LEVELS, POWERS = (tl.constexpr(int(form)) for form in Form)
+NONE, NONZERO, MEAN, MEANS, LARGEST, NORM, SPREAD = (tl.constexpr(int(scale)) for scale in Scale)
+SIGNS, PAIRS, CUTS, TERNARY, LEVELS = (tl.constexpr(int(form)) for form in Form)
 NUMBERS = tl.constexpr(WORDS)
 KEEPS_NOTHING, KEEPS_REST, KEEPS_SCALED = (tl.constexpr(i) for i in range(3))
 # counters of `mean_of_payloads`: whether the mean is not finite; of each rank, a sum in a cache line of its own
@@ -136,11 +136,11 @@ def measure(
         bits = x.to(tl.int32, bitcast=True) & MAGNITUDE
         wide = x.to(tl.float64)
         second = sums + n_tiles
-        if (SCALE == MEANS) | (SCALE == CLIPPED):
+        if SCALE == MEANS:
             tl.store(second + t, tl.sum(wide, 0))
         if (SCALE == MEAN) | (SCALE == MEANS):
             tl.store(sums + t, tl.sum(bits.to(tl.float32, bitcast=True).to(tl.float64), 0))
-        if (SCALE == NORM) | (SCALE == SPREAD) | (SCALE == CLIPPED):
+        if (SCALE == NORM) | (SCALE == SPREAD):
             tl.store(sums + t, tl.sum(wide * wide, 0))
         if SCALE == MEANS:
             tl.store(counts + t, tl.sum((x > 0).to(tl.int32), 0))
@@ -168,20 +168,9 @@ def measure(
                 found = most_of(counts, first, last, BLOCK).to(tl.float32, bitcast=True)
             elif SCALE == NORM:
                 found = tl.sqrt(sum_of(sums, first, last, BLOCK)).to(tl.float32)
-            elif SCALE == SPREAD:
+            else:
                 spread = tl.sqrt(sum_of(sums, first, last, BLOCK) / size)
                 found = (spread * tl.load(factor)).to(tl.float32)
-            elif SCALE == CLIPPED:
-                most = most_of(counts, first, last, BLOCK).to(tl.float32, bitcast=True).to(tl.float64)
-                mean = sum_of(second, first, last, BLOCK) / size
-                variance = sum_of(sums, first, last, BLOCK) / size - mean * mean
-                deviation = tl.sqrt(tl.maximum(variance, 0.0))
-                # if the deviation is 0, all elements are equal and none is clipped
-                limit = tl.where(deviation > 0, deviation * tl.load(factor), most)
-                found = tl.minimum(most, limit).to(tl.float32)
-            else:
-                exponent = most_of(counts, first, last, BLOCK) >> 23
-                found = tl.minimum(tl.maximum(exponent - 126, 0), 127).to(tl.float32, bitcast=True)
             tl.store(values + s, found)
 
 
@@ -239,7 +228,7 @@ def encode(
         up, down = (x >= threshold) & live, (x <= -threshold) & live
         sent = tl.where(up, threshold, tl.where(down, -threshold, 0.0))
         field = tl.where(up, 3, tl.where(down, 2, 0))
-    elif FORM == LEVELS:
+    else:
         inverse, step = level_factors_of(value, levels)
         scaled = tl.abs(x) * inverse
         if RANDOM:
@@ -250,18 +239,6 @@ def encode(
         negative = (x < 0) & (level > 0)
         sent = with_sign(step * level.to(tl.float32), negative)
         field = level | (negative.to(tl.int32) << (WIDTH - 1))
-    else:
-        bits = x.to(tl.int32, bitcast=True) & MAGNITUDE
-        if RANDOM:
-            bits += (random_bits(i, key, inner_key) >> 9).to(tl.int32)
-        else:
-            bits += 0x400000
-        # a carry out of the mantissa increments the exponent
-        exponent = tl.minimum(bits >> 23, 254)
-        level = tl.maximum(exponent - value.to(tl.int32, bitcast=True), 0)
-        negative = (x < 0) & (level > 0)
-        sent = with_sign(tl.where(level > 0, exponent << 23, 0).to(tl.float32, bitcast=True), negative)
-        field = tl.where(live, level | (negative.to(tl.int32) << 7), 0)
     if KEEP == KEEPS_REST:
         tl.store(residual + i, x - sent, mask=live)
     elif KEEP == KEEPS_SCALED:
@@ -332,13 +309,9 @@ def mean_of_payloads(
             total += field_value(field, -1.0, 1.0, SIGN_FIELDS, WIDTH)
         elif FORM == TERNARY:
             total += field_value(field, -1.0, 1.0, TERNARY_FIELDS, WIDTH)
-        elif FORM == LEVELS:
+        else:
             _, step = level_factors_of(tl.load(table + s), levels)
             total += field_value(field, step, step, LEVEL_FIELDS, WIDTH)
-        else:
-            top = tl.minimum(tl.maximum(tl.load(table).to(tl.int32, bitcast=True), 0), 127)
-            power = tl.where((field & 127) > 0, ((field & 127) + top) << 23, 0).to(tl.float32, bitcast=True)
-            total += with_sign(power, field > 127)
         part = tl.zeros([CHECKED], dtype=tl.int64)
         for k in range(0, share, CHECKED):
             j = t * share + k + lane

@@ -1,7 +1,7 @@
 """The GPU backend of the quantizers: Triton kernels with the same bits as `Quantizers`.
 
-One launch per operation, and one for a mean of signs or ternary codes of any number of ranks. Means of levels, and
-natural codes, are those of `Quantizers`: whole steps of their methods are in `triton_elements`.
+One launch per operation, and one for a mean of signs or ternary codes of any number of ranks. Means of levels are
+those of `Quantizers`: whole steps of their methods are in `triton_elements`.
 
 A program handles a tile of one segment (see `triton_tables`). Tiles begin at whole words of the codes. Packed
 small integers have no segments: there a program handles BLOCK bytes.

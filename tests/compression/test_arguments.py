@@ -157,7 +157,7 @@ ARGUMENTS: list[tuple[Any, dict[str, Any], str]] = [
     (methods.QSGDCompressor, {"bits": 3}, "bits must be 2, 4 or 8"),
     (methods.QSGDCompressor, {"norm": "l1"}, "norm must be one of l2, max"),
     (methods.QSGDCompressor, {"block": 0}, "block"),
-    (methods.TernGradCompressor, {"clip": 0.0}, "clip"),
+    (contrib.TernGradCompressor, {"clip": 0.0}, "clip"),
     (methods.SignSGDCompressor, {"momentum": 1.0}, "momentum"),
     (contrib.RandomKCompressor, {"compress_ratio": 0.0}, "compress_ratio"),
     (contrib.RandomKCompressor, {"compress_ratio": math.inf}, "compress_ratio"),

@@ -88,8 +88,8 @@ STOCHASTIC = {
     "qsgd, 4 bits": methods.QSGDCompressor,
     "qsgd, 2 bits": lambda: methods.QSGDCompressor(bits=2, block=None),
     "qsgd, l2": lambda: methods.QSGDCompressor(bits=8, norm="l2"),
-    "terngrad": lambda: methods.TernGradCompressor(clip=None),
-    "natural": methods.NaturalCompressor,
+    "terngrad": lambda: contrib.TernGradCompressor(clip=None),
+    "natural": contrib.NaturalCompressor,
     "random k": lambda: contrib.RandomKCompressor(0.1, error_feedback=False),
     "random block": lambda: contrib.RandomBlockCompressor(0.1, error_feedback=False),
     "atomo": lambda: contrib.AtomoCompressor(3),
@@ -128,12 +128,7 @@ def test_levels_of_stochastic_methods_and_the_nearest_level_of_a_block() -> None
     for norm, scale in (("l2", g.norm()), ("max", g.abs().max())):
         levels = 7 * once(partial(methods.QSGDCompressor, 4, None, norm), g) / scale
         assert levels.any() and torch.allclose(levels, levels.round(), atol=1e-4)
-    assert set(once(STOCHASTIC["terngrad"], g).abs().tolist()) == {0.0, float(g.abs().max())}
-    clipped = once(partial(methods.TernGradCompressor, clip=2.5), g).abs().max()
-    torch.testing.assert_close(clipped, 2.5 * g.std(correction=0), rtol=1e-5, atol=0)
     assert methods.QSGDCompressor(bits=4).compress_ratio == 1 / 8
-    powers = once(methods.NaturalCompressor, g).abs().log2()
-    assert (powers == powers.round()).all()
     g = normal(5000, seed=7)
     for bits, levels in ((4, 7), (8, 127)):
         sent = once(partial(methods.BlockwiseCompressor, bits=bits, block=512), g)
@@ -143,6 +138,42 @@ def test_levels_of_stochastic_methods_and_the_nearest_level_of_a_block() -> None
     ranks.step([normal(1025, seed=0)])
     # a short last block is no full one
     assert ranks.world.meters[0].payload_bytes == sealed_bytes(3 * 4 + 512 + 513)
+
+
+def test_terngrad_sends_zero_or_the_largest_magnitude() -> None:
+    g = normal(N, seed=5)
+    assert set(once(STOCHASTIC["terngrad"], g).abs().tolist()) == {0.0, float(g.abs().max())}
+
+
+def test_terngrad_clips_to_standard_deviations() -> None:
+    g = normal(N, seed=5)
+    clipped = once(partial(contrib.TernGradCompressor, clip=2.5), g).abs().max()
+    torch.testing.assert_close(clipped, 2.5 * g.std(correction=0), rtol=1e-5, atol=0)
+
+
+def test_terngrad_does_not_clip_equal_elements() -> None:
+    equal = torch.full((7,), -0.3)
+    assert torch.equal(once(contrib.TernGradCompressor, equal), equal)
+
+
+LARGEST = 2.0**63  # below what counts as unusable in a gradient
+POWERS = [
+    ([1.0, -1.4375, 1.5, -(2.0**-125)], [1.0, -1.0, 2.0, -(2.0**-125)]),
+    ([1.0, 2.0**-126, -1e-45], [1.0, 0.0, 0.0]),  # the smallest power has no code beside 1
+    ([8e-39, -(2.0**-126), 3e-39], [2.0**-126, -(2.0**-126), 0.0]),
+    ([LARGEST, -2.0, 2.0**-70], [LARGEST, -2.0, 0.0]),
+]
+
+
+@pytest.mark.parametrize(("given", "sent"), POWERS)
+def test_natural_compression_rounds_to_powers_within_2_to_the_126_of_the_largest(given: Any, sent: Any) -> None:
+    found = once(partial(contrib.NaturalCompressor, random=False), torch.tensor(given))
+    assert torch.equal(found, torch.tensor(sent))
+
+
+def test_natural_compression_sends_powers_at_random_too() -> None:
+    powers = once(contrib.NaturalCompressor, normal(N, seed=5)).abs().log2()
+    assert (powers == powers.round()).all()
 
 
 def test_random_k_takes_one_of_each_stretch_the_same_on_all_ranks_and_random_blocks_one_stretch() -> None:

@@ -8,7 +8,6 @@ from kernels.comparison import random, same
 from dgc.kernels.quantize import Quantizers, layout_of
 
 REFERENCE = Quantizers()
-SEEDS = (None, 2**32 - 1)
 UNIFORM = [(2, 1, None), (2, 1, 0), (4, 5, None), (4, 7, 2), (8, 127, None), (8, 127, 2**32 - 3)]
 
 
@@ -23,8 +22,6 @@ def operations(q: Any, bounds: Any, each: Any) -> Any:
             lambda v, *k, s=(levels, bits, seed): q.uniform_encode(v, bounds, scales, *s, *k),
             lambda c, t, s=(levels, bits): q.uniform_add_(c, bounds, scales, *s, t),
         )
-    for seed in SEEDS:
-        yield lambda v, *k, seed=seed: q.natural_encode(v, seed, *k), q.natural_add_
 
 
 def coded(q: Any, v: Any, bounds: Any, each: Any) -> Any:
@@ -54,8 +51,6 @@ def means(q: Any, bounds: Any, values: Any, factors: Any, size: int) -> Any:
     yield lambda codes, mean: q.tern_mean_(codes, bounds, values, factors, size, mean)
     for bits, levels, _ in UNIFORM:
         yield lambda codes, mean, s=(levels, bits): q.uniform_mean_(codes, bounds, scales, *s, size, mean)
-    for _ in SEEDS:
-        yield lambda codes, mean: q.natural_mean_(codes, size, mean)
 
 
 def check_sums(q: Any, bounds: Any, width: int, bits: int, ranks: int) -> None:

@@ -21,11 +21,8 @@ METHODS = {
     "1 bit of MXNet": lambda: compression.ThresholdCompressor(1, 0.1, wire="gather"),
     "QSGD": compression.QSGDCompressor,
     "QSGD of the norm": lambda: compression.QSGDCompressor(8, None, "l2", error_feedback=True),
-    "TernGrad": compression.TernGradCompressor,
     "int8 blocks": compression.BlockwiseCompressor,
     "blocks of 2 bits": lambda: compression.BlockwiseCompressor(2, 50),
-    "natural": compression.NaturalCompressor,
-    "natural, nearest": lambda: compression.NaturalCompressor(False, True),
 }
 SHAPES = [(2, 70), (33,), (0, 5), (65,)]
 NUMEL = 140 + 33 + 65

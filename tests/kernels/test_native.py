@@ -337,7 +337,7 @@ def test_kernels_refuse_other_tensors() -> None:
         "values": lambda: codec.cast_encode_(other, torch.float16, section),
         "section": lambda: codec.indices_encode_(sent, code, section.view(torch.int32)),
         "levels": lambda: quantizers.uniform_encode(x, bounds, other[:1], 1, 2, None),
-        "total": lambda: quantizers.natural_mean_([section], 1, strided),
+        "total": lambda: quantizers.halves_mean_([section], torch.bfloat16, 1, strided),
         "matrices": lambda: NativeLowRank(native).subtract_(M.mT.contiguous().mT, U, W),
         "factors": lambda: NativeLowRank(native).subtract_(M, U.double(), W),
     }

@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases import case
 from kernels.comparison import CODES, CUTS, check_blocks, check_one_pass, encoded, numbers, random, same
-from kernels.quantizing import REFERENCE, SEEDS, assert_same_codes, check_sums, coded, means, operations
+from kernels.quantizing import REFERENCE, assert_same_codes, check_sums, coded, means, operations
 
 from dgc import kernels
 from dgc.kernels.blocks import GROUP, Blocks, rotated
@@ -186,7 +186,7 @@ def test_ranges_that_send_nothing_and_scales_at_the_ends_of_fp32(quantizers: Any
     v = torch.tensor([3.0, -1e38, 1e-40, 0.0, -0.0])
     for each in torch.tensor([[0.0], [INF], [NAN], [-1.0]]):
         with case(each):
-            uniform = [quantizers.uniform_encode(v, one_range(v), each, 7, 4, seed) for seed in SEEDS]
+            uniform = [quantizers.uniform_encode(v, one_range(v), each, 7, 4, seed) for seed in (None, 2**32 - 1)]
             for codes, residual in (quantizers.tern_encode(v, one_range(v), each), *uniform):
                 assert not codes.any() and same(residual, v)
             noise, total = torch.arange(240, 248).byte(), v.clone()
@@ -200,22 +200,6 @@ def test_ranges_that_send_nothing_and_scales_at_the_ends_of_fp32(quantizers: Any
             assert residual.isfinite().all() and (residual[:2].abs() <= 1e-6 * LARGEST).all()
     _, residual = quantizers.uniform_encode(v, one_range(v), torch.tensor([1e-40]), 127, 8, 1)
     assert same(residual, v), "levels / scale would be inf"
-
-
-def test_natural_powers(quantizers: Any) -> None:
-    v = torch.tensor([1.0, -1.4375, 1.5, 3e-38, 0.0, -0.0, -1e-45, 8e-39, -(2.0**-126)])
-    codes, residual = quantizers.natural_encode(v, None)
-    assert codes[:4].tolist() == [1, 0, 0, 0]
-    power = torch.tensor([1.0, -1, 2, 2.0**-125, 0, 0, 0, 2.0**-126, -(2.0**-126)])
-    # E = 1 leaves 2^-126 out
-    assert same(residual, v - torch.where(power.abs() > 2.0**-126, power, 0.0))
-    codes, residual = quantizers.natural_encode(v[3:], None)
-    assert not codes[:4].any() and torch.equal(v[3:] - residual, power[3:])
-    codes, residual = quantizers.natural_encode(torch.tensor([LARGEST, -2.0, 1.0, -0.49]), None)
-    assert codes.tolist() == [127, 0, 0, 0, 127, 129, 0, 0]
-    assert same(residual, torch.tensor([LARGEST - 2.0**127, 0.0, 1.0, -0.49]))
-    powers = torch.ldexp(torch.ones(126), torch.arange(-125.0, 1))
-    assert not any(quantizers.natural_encode(powers, seed)[1].any() for seed in SEEDS)
 
 
 def assert_unbiased(encode: Any, v: Any, below: Any, above: Any) -> None:
@@ -236,10 +220,6 @@ def test_random_rounding_is_unbiased_and_its_numbers_are_uniform_and_uncorrelate
         below = (v.abs() / step).floor() * step
         encode = partial(quantizers.uniform_encode, v, one_range(v), largest, levels, bits)
         assert_unbiased(encode, v, below, below + step)
-    below = v.abs().double().log2().floor().exp2()
-    assert_unbiased(lambda s: quantizers.natural_encode(v, s), v, below, 2 * below)
-    tiny = v.clamp(-5, 5) * 2e-39
-    assert_unbiased(lambda s: quantizers.natural_encode(tiny, s), tiny, 0.0, 2.0**-126)
     n = 1 << 16
     drawn = [random_bits(n, seed, torch.device("cpu")) for seed in (0, 1, 2, 3, 4, 2**16, 2**31, 2**32 - 1)]
     for column, shift in product(drawn, (0, 8, 16, 24)):

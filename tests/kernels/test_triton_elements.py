@@ -59,7 +59,7 @@ def test_types_of_gradients() -> None:
 def test_the_order_of_programs_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     backend, _ = backends(TritonElementCoder(64))
     expected: list[Any] = []
-    for name, order in product(("1 bit", "TernGrad"), ORDERS):
+    for name, order in product(("1 bit", "QSGD"), ORDERS):
         steps = Steps(METHODS[name], backend, 2, torch.float32, False, DEVICE)
         monkeypatch.setattr("triton.runtime.interpreter.range", order, raising=False)
         _, means, errors = steps.step([comparison.random(NUMEL, seed, DEVICE) for seed in range(2)])

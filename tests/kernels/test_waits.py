@@ -84,8 +84,8 @@ METHODS = [
     *(partial(dgc_with, *form) for form in FORMATS_OF_DGC),
     compression.ScaledSignCompressor,
     compression.QSGDCompressor,
-    compression.TernGradCompressor,
-    compression.NaturalCompressor,
+    contrib.TernGradCompressor,
+    contrib.NaturalCompressor,
     compression.OneBitCompressor,
     compression.SignSGDCompressor,
     compression.ThresholdCompressor,
@@ -142,7 +142,7 @@ def counts(make: Any, shapes: Any, ranks: int, monkeypatch: pytest.MonkeyPatch) 
         ("DGC, 2 bits and packed", 3, (8, 0), (3, 0)),
         ("DGC, sign and Rice", 3, (9, 0), (3, 0)),
         # two until the payload, and one for the mean with all checks
-        *((name, 3, (2, 0), (1, 0)) for name in ("scaled signs", "2 bits", "QSGD", "TernGrad", "int8 blocks")),
+        *((name, 3, (2, 0), (1, 0)) for name in ("scaled signs", "2 bits", "QSGD", "int8 blocks")),
         # the answer of a chunk is part of what follows the first payloads
         ("two phases, int8", 2, (3, 1), (6, 3)),
         ("two phases, int4", 5, (3, 1), (6, 3)),

@@ -180,19 +180,6 @@ DGC_EXPORT int dgc_mean_levels(const uint8_t* const* codes, int ranks, const int
     return of.finite;
 }
 
-// codes: 4 + n bytes of each rank
-DGC_EXPORT void dgc_mean_natural(const uint8_t* const* codes, int ranks, int64_t n, float size, float* mean,
-                                 int threads) {
-    const auto kernel = quantize_kernels().natural_add;
-    const Mean of{codes, ranks, nullptr, size, mean, n >= large};
-    for_units(n, threads, [&](int64_t begin, int64_t end) {
-        mean_of_unit(of, 0, begin, end - begin, [&](int64_t i, int64_t m, float* sums) {
-            if (i == 0) std::fill_n(sums, m, 0.0f);
-            for (int r = 0; r < ranks; ++r) kernel(codes[r] + 4 + begin + i, m, top_in(codes[r]), sums);
-        });
-    });
-}
-
 // codes: 2 n bytes of each rank
 DGC_EXPORT void dgc_mean_bf16(const uint8_t* const* codes, int ranks, int64_t n, float size, float* mean, int threads) {
     const auto kernel = halves_kernels().add_bf16;

@@ -31,9 +31,6 @@ Random at(Random random, int64_t first) {
     return random;
 }
 
-// The exponent E, from the bits of the largest magnitude.
-int32_t natural_top(int32_t largest) { return std::min(127, std::max(0, (largest >> 23) - 126)); }
-
 }  // namespace
 }  // namespace dgc
 
@@ -128,30 +125,4 @@ DGC_EXPORT void dgc_add_levels(const uint8_t* codes, const int64_t* bounds, cons
     for_units({bounds, starts, segments}, bits, threads, [&](int64_t s, int64_t i, int64_t n, int64_t place) {
         kernel(codes + place, n, steps[s], bits, total + i);
     });
-}
-
-// codes [4 + n]
-DGC_EXPORT void dgc_quantize_natural(const float* v, int64_t n, int randomly, uint32_t key, uint32_t inner_key,
-                                     uint8_t* codes, float* residual, int threads) {
-    const QuantizeKernels& kernels = quantize_kernels();
-    const Random random{0, key, inner_key, randomly != 0};
-    // v is read once: each unit is encoded, while in the cache, for the largest E found so far, usually the final
-    // one. The second loop repeats only the units that were encoded for a smaller E.
-    std::atomic<int32_t> known{0};
-    std::vector<int32_t> tops((n + unit - 1) / unit);
-    for_units(n, threads, [&](int64_t begin, int64_t end) {
-        const int32_t own_top = natural_top(kernels.largest(v + begin, end - begin));
-        int32_t top = known.load(std::memory_order_relaxed);
-        while (top < own_top && !known.compare_exchange_weak(top, own_top, std::memory_order_relaxed)) continue;
-        tops[begin / unit] = top = std::max(top, own_top);
-        kernels.natural_encode(v + begin, end - begin, top, at(random, begin), codes + 4 + begin,
-                               at(residual, begin));
-    });
-    const int32_t top = known.load();
-    for_units(n, threads, [&](int64_t begin, int64_t end) {
-        if (tops[begin / unit] == top) return;
-        kernels.natural_encode(v + begin, end - begin, top, at(random, begin), codes + 4 + begin,
-                               at(residual, begin));
-    });
-    std::memcpy(codes, &top, sizeof top);
 }

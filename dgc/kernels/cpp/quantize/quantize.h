@@ -31,10 +31,6 @@ struct QuantizeKernels {
     int32_t (*largest)(const float* v, int64_t n);
     // Returns the number of elements above zero.
     int64_t (*positives)(const float* v, int64_t n);
-    // top: the largest exponent E.
-    void (*natural_encode)(const float* v, int64_t n, int32_t top, const Random& random, uint8_t* codes,
-                           float* residual);
-    void (*natural_add)(const uint8_t* codes, int64_t n, int32_t top, float* total);
     void (*pack)(const uint8_t* levels, int64_t n, int bits, uint8_t* codes);
     void (*unpack)(const uint8_t* codes, int64_t n, int bits, uint8_t* levels);
     // Consecutive blocks of `size` elements: n elements, and zeros that fill the last block. scales: two bytes of each.

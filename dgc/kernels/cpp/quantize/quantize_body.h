@@ -137,39 +137,6 @@ int64_t positives(const float* v, int64_t n) {
     return count;
 }
 
-template <bool randomly, class Kept>
-inline void natural_encode_as(const float* v, int64_t n, int32_t top, Random random, uint8_t* codes, Kept kept) {
-    encode<8, lowest_first>(n, codes, [=](int64_t i) {
-        const uint32_t drawn = randomly ? random_bits(static_cast<uint32_t>(i), random) >> 9 : 1u << 22;
-        const uint32_t bits = bits_of(v[i]);
-        // a carry out of the mantissa rounds the exponent up
-        int32_t exponent = static_cast<int32_t>(((bits & ~sign_bit) + drawn) >> 23);
-        exponent = exponent < 254 ? exponent : 254;
-        const uint32_t sent = mask_of(exponent > top);
-        const uint32_t code = static_cast<uint32_t>(exponent - top) | (bits >> 31) << 7;
-        const uint32_t value = static_cast<uint32_t>(exponent) << 23 | (bits & sign_bit);
-        kept.store(i, v[i] - float_of(value & sent));
-        return static_cast<uint8_t>(code & sent);
-    });
-}
-
-void natural_encode(const float* v, int64_t n, int32_t top, const Random& random, uint8_t* codes,
-                    float* residual) {
-    with(residual, [&](auto kept) {
-        if (random.enabled) return natural_encode_as<true>(v, n, top, random, codes, kept);
-        natural_encode_as<false>(v, n, top, random, codes, kept);
-    });
-}
-
-void natural_add(const uint8_t* codes, int64_t n, int32_t top, float* total) {
-    const float unit = float_of(static_cast<uint32_t>(top + 127) << 23);
-    decode<8, lowest_first>(codes, n, [=](int64_t i, uint8_t code) {
-        // the product of two powers is exact, and zero for c = 0
-        const uint32_t c = code & 127u, negative = static_cast<uint32_t>(code >> 7);
-        total[i] += float_of(c << 23 | negative << 31) * unit;
-    });
-}
-
 // While the codes have eight more bytes, `pack` and `unpack` move as many, because a copy of a variable number is a call.
 // What the store writes beyond its fields is overwritten.
 void pack(const uint8_t* levels, int64_t n, int bits, uint8_t* codes) {
@@ -371,9 +338,8 @@ void blocks_decode(const uint8_t* scales, const uint8_t* codes, int64_t n, int64
 }
 
 constexpr QuantizeKernels table{
-    sign_encode, sign_add,  tern_encode,    uniform_encode, uniform_add, largest,
-    positives,   natural_encode, natural_add, pack,           unpack,      blocks_encode, blocks_add_encode,
-    blocks_decode,
+    sign_encode, sign_add, tern_encode, uniform_encode, uniform_add,       largest,
+    positives,   pack,     unpack,      blocks_encode,  blocks_add_encode, blocks_decode,
 };
 
 }  // namespace

@@ -84,11 +84,4 @@ static void for_units(const Segments& segments, int width, int threads, Visit&& 
     });
 }
 
-// The exponent E, stored in the first word of a natural code.
-static inline int32_t top_in(const uint8_t* codes) {
-    int32_t top;
-    std::memcpy(&top, codes, sizeof top);
-    return std::min(127, std::max(0, top));
-}
-
 }  // namespace dgc

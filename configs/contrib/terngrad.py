@@ -1,6 +1,6 @@
 """TernGrad (Wen et al. 2017): random rounding to -s, 0 and s of each tensor."""
 
-from dgc.compression import TernGradCompressor
+from dgc.contrib import TernGradCompressor
 from dgc_training.config import Config, configs
 
 configs.train.compression = Config(TernGradCompressor)

@@ -1,6 +1,6 @@
 """Natural compression (Horvath et al. 2019): random rounding to powers of two."""
 
-from dgc.compression import NaturalCompressor
+from dgc.contrib import NaturalCompressor
 from dgc_training.config import Config, configs
 
 configs.train.compression = Config(NaturalCompressor)
