@@ -166,7 +166,7 @@ GOSSIP: dict[str, Words] = {
     "osgp-4-steps": ("configs/gossip/osgp.py", "--configs.train.gossip.synch_freq=4"),
     "dpsgd": ("configs/gossip/dpsgd.py",),
     "choco": ("configs/gossip/choco.py",),
-    "powergossip": ("configs/gossip/powergossip.py",),
+    "powergossip": ("configs/contrib/powergossip.py",),
     "adpsgd": ("configs/gossip/adpsgd.py",),  # not simulated, and not under torchrun
 }
 LOCAL_STEPS: dict[str, Words] = {

@@ -336,7 +336,7 @@ def one_rank() -> Any:
 
 def names() -> dict[str, Any]:
     """What an example may use: public names, and the objects of a training script."""
-    packages = "comm compression gossip launch local memory optim selection wire".split()
+    packages = "comm compression contrib gossip launch local memory optim selection wire".split()
     public = {n: v for name in packages for n, v in vars(import_module(f"dgc.{name}")).items() if n[0] != "_"}
     others = DistributedDataParallel, FlatModel, LockstepWorld, all_reduce, choose_transport, peer_schedule
     public |= {of.__name__: of for of in (*others, check_compressor)} | {"compress": compress}

@@ -29,7 +29,7 @@ from dgc.gossip.messages import HalfPrecisionMessage as HalfPrecisionMessage
 from dgc.gossip.messages import Int8Message as Int8Message
 from dgc.gossip.messages import Message as Message
 from dgc.gossip.model import FlatModel as FlatModel
-from dgc.gossip.powergossip import PowerGossip as PowerGossip
+from dgc.gossip.protocol import DifferenceGossip as DifferenceGossip
 from dgc.gossip.protocol import Gossip as Gossip
 from dgc.gossip.sgp import DPSGD as DPSGD
 from dgc.gossip.sgp import OSGP as OSGP

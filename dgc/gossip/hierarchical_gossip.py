@@ -6,8 +6,8 @@ All ranks of a machine have the same model z and optimizer. On every rank:
     g = mean of the gradients of the machine's ranks              one all-reduce inside the machine, or that of
                                                                   DDP (averages_gradients=False)
     z = z - lr O(g)                                               for the direction O of any optimizer
-    base on slice l of z, with local rank l on other machines     any synchronous algorithm of `dgc.gossip`
-                                                                  except PowerGossip: slices have no matrices
+    base on slice l of z, with local rank l on other machines     any synchronous algorithm that needs no
+                                                                  matrices, which slices do not have
     z = concatenation of the L slices                             one all-gather inside the machine
 
 A machine therefore acts as a single rank with L times the batch. Each rank sends 1/L of the data between machines.

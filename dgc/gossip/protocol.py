@@ -167,7 +167,16 @@ class DifferenceGossip(Gossip):
     If x_i moves by the sum over neighbours j of W_ij e_ij, and e_ij is -e_ji, the mean over ranks is preserved for
     any compression of e.
 
-    Args and errors are those of `CHOCO`.
+    A subclass says what is exchanged: `_allocate` and `_average`.
+
+    Args:
+        graph (callable): returns the topology for a number of ranks. Symmetric.
+        mixing (Mixing): weights W, symmetric with rows that sum to one.
+        average_every (int): steps between two exchanges. Above 1, ranks train alone in between.
+
+    Raises:
+        ValueError: if average_every is less than 1.
+        TopologyError: by `start`, if the graph or the weights are not valid.
     """
 
     static = False  # whether neighbours must be the same in all rounds

@@ -10,7 +10,7 @@ import torch
 from optim.nets import same as same
 from torch import Tensor, nn
 
-from dgc import gossip
+from dgc import contrib, gossip
 from dgc.comm.lockstep import LockstepTransport, LockstepWorld
 from dgc.compression import PowerSGDCompressor, ScaledSignCompressor, SparseCompressor
 from dgc.engine.redistribute import redistribute
@@ -47,10 +47,10 @@ ROWS = [
     Row("dpsgd, metropolis", lambda: gossip.DPSGD(gossip.grid, mixing=gossip.metropolis)),
     Row("choco", lambda: gossip.CHOCO(quantizer=gossip.TopK(0.25))),
     Row("choco on a full graph", lambda: gossip.CHOCO(gossip.full, quantizer=gossip.TopK(0.25))),
-    Row("powergossip", lambda: gossip.PowerGossip(rank=2)),
+    Row("powergossip", lambda: contrib.PowerGossip(rank=2)),
     Row("choco, local steps", lambda: gossip.CHOCO(gossip.full, quantizer=gossip.TopK(0.5), average_every=2)),
-    Row("powergossip, local steps", lambda: gossip.PowerGossip(gossip.full, rank=3, average_every=2)),
-    Row("powergossip by pairs", lambda: gossip.PowerGossip(gossip.random_matching, rank=2, num_iters_per_step=3)),
+    Row("powergossip, local steps", lambda: contrib.PowerGossip(gossip.full, rank=3, average_every=2)),
+    Row("powergossip by pairs", lambda: contrib.PowerGossip(gossip.random_matching, rank=2, num_iters_per_step=3)),
     Row("local sgd", lambda: OuterSteps(4)),
     Row("pga", lambda: OuterSteps(4, gossip.SGP())),
     Row("pga, choco", lambda: OuterSteps(4, gossip.CHOCO())),
@@ -81,8 +81,8 @@ MORE = [
     Row("sign", lambda: gossip.CHOCO(quantizer=gossip.Sign())),
     Row("fp16", lambda: gossip.CHOCO(gossip.grid, quantizer=gossip.TopK(0.2, "fp16"))),
     Row("star", lambda: gossip.CHOCO(gossip.star, quantizer=gossip.TopK(0.2))),
-    Row("one half step", lambda: gossip.PowerGossip(num_iters_per_step=1)),
-    Row("three half steps", lambda: gossip.PowerGossip(gossip.random_matching, num_iters_per_step=3)),
+    Row("one half step", lambda: contrib.PowerGossip(num_iters_per_step=1)),
+    Row("three half steps", lambda: contrib.PowerGossip(gossip.random_matching, num_iters_per_step=3)),
 ]
 # between machines
 BASES: dict[str, Callable[[], gossip.Gossip]] = {

@@ -11,11 +11,11 @@ from gossip.networks import Trained, each, mean, off, on, same
 from on_ranks import on_ranks
 from refusals import check_refusals
 
-from dgc import gossip
+from dgc import contrib, gossip
 from dgc.bucket import Segment
+from dgc.contrib.powergossip import as_matrix, orthonormal
 from dgc.engine.redistribute import blend, shares
 from dgc.gossip import TopologyError
-from dgc.gossip.powergossip import as_matrix, orthonormal
 from dgc.local import OuterSteps, SlowMo
 from dgc.wire import PayloadError
 
@@ -78,7 +78,7 @@ def test_after_an_average_over_all_ranks_no_error_remains_and_a_model_that_is_no
 
 
 @pytest.mark.parametrize("graph", [gossip.two_way_ring, gossip.star, gossip.grid, gossip.random_matching])
-@pytest.mark.parametrize("algorithm", [gossip.CHOCO, gossip.PowerGossip])
+@pytest.mark.parametrize("algorithm", [gossip.CHOCO, contrib.PowerGossip])
 def test_another_number_of_ranks_goes_on(algorithm: Any, graph: Any) -> None:
     """The state about neighbours is reset."""
     if algorithm is gossip.CHOCO and graph is gossip.random_matching:
@@ -114,8 +114,8 @@ def test_states_of_another_graph_or_algorithm_are_refused(transport: Any) -> Non
         with case(other), pytest.raises(ValueError, match="state of another graph or mixing"):
             own.algorithm.load_state_dict(state)
         assert torch.equal(own.z, before)
-    power = Trained(transport, gossip.PowerGossip()).algorithm
-    wider = stepped(transport, gossip.PowerGossip(rank=2), 2).algorithm.state_dict()
+    power = Trained(transport, contrib.PowerGossip()).algorithm
+    wider = stepped(transport, contrib.PowerGossip(rank=2), 2).algorithm.state_dict()
     check_refusals(
         (lambda: power.load_state_dict(state), "state of another algorithm"),
         (lambda: power.load_state_dict(wider), "PowerGossip with another rank"),
@@ -133,10 +133,10 @@ def test_a_difference_of_rank_1_is_gone_after_a_step_and_both_ends_of_an_edge_ha
         return own.finish()
 
     def factors_of(transport: Any) -> Any:
-        edges = stepped(transport, gossip.PowerGossip(rank=2, num_iters_per_step=1), 7).algorithm._edges.items()
+        edges = stepped(transport, contrib.PowerGossip(rank=2, num_iters_per_step=1), 7).algorithm._edges.items()
         return {peer: (edge.even, torch.cat([f.view(-1) for f in edge.factors])) for peer, edge in edges}
 
-    assert off(*each(2, gossip.PowerGossip, differ)) < 1e-4
+    assert off(*each(2, contrib.PowerGossip, differ)) < 1e-4
     for size in (2, 4):
         found = on(size, factors_of)
         for i, edges in enumerate(found):
@@ -183,7 +183,7 @@ def test_graphs_and_options_that_cannot_be_are_refused() -> None:
         (lambda: gossip.CHOCO(lambda n: gossip.two_way_ring(n + 1)), 4, "is for 5 ranks, not for 4"),
         (lambda: gossip.CHOCO(gossip.star, gossip.uniform), 4, "the shares that rank 0 receives sum to"),
         (lambda: gossip.CHOCO(gossip.full, SKEWED), 3, "the same weight at both ends of an edge: use"),
-        (lambda: gossip.PowerGossip(gossip.n_peer_exponential), 8, "or a graph of pairs"),
+        (lambda: contrib.PowerGossip(gossip.n_peer_exponential), 8, "or a graph of pairs"),
     ]
     check_refusals(*((starting(make, size), words) for make, size, words in graphs), kind=TopologyError)
     starting(lambda: gossip.CHOCO(gossip.star, UNEVEN), 3)()
@@ -193,10 +193,10 @@ def test_graphs_and_options_that_cannot_be_are_refused() -> None:
         (lambda: gossip.CHOCO(gamma=0.0), "gamma must be a step size"),
         (lambda: gossip.TopK(0.0), "ratio must be a fraction"),
         (lambda: gossip.TopK(0.1, "fp8"), "cast to one of"),
-        (lambda: gossip.PowerGossip(rank=0), "must be at least 1"),
-        (lambda: gossip.PowerGossip(rank=9), "would send all 4 tensors uncompressed"),
-        (lambda: gossip.HierarchicalGossip(gossip.PowerGossip()), slices),
-        (lambda: gossip.HierarchicalGossip(OuterSteps(4, gossip.PowerGossip())), slices),
+        (lambda: contrib.PowerGossip(rank=0), "must be at least 1"),
+        (lambda: contrib.PowerGossip(rank=9), "would send all 4 tensors uncompressed"),
+        (lambda: gossip.HierarchicalGossip(contrib.PowerGossip()), slices),
+        (lambda: gossip.HierarchicalGossip(OuterSteps(4, contrib.PowerGossip())), slices),
     ]
     check_refusals(*((starting(make, 4, 2), words) for make, words in options))
 
@@ -223,5 +223,5 @@ def test_a_state_with_nan_is_refused() -> None:
         own.load_state_dict(state)
 
     outer = (partial(OuterSteps, 2), lambda: OuterSteps(2, gossip.SGP()))
-    for make in (gossip.SGP, gossip.OSGP, gossip.DPSGD, gossip.CHOCO, gossip.PowerGossip, *outer):
+    for make in (gossip.SGP, gossip.OSGP, gossip.DPSGD, gossip.CHOCO, contrib.PowerGossip, *outer):
         on(2, partial(body, make=make))

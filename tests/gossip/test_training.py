@@ -12,7 +12,7 @@ from gossip.table import named
 from noise import Noisy, flip, places
 from on_ranks import on_ranks
 
-from dgc import gossip
+from dgc import contrib, gossip
 from dgc.comm import all_reduce
 from dgc.gossip import DPSGD, OSGP, SGP, Int8Message
 from dgc.local import Nesterov, OuterSteps, SlowMo
@@ -345,9 +345,9 @@ MESSAGES: list[tuple[Any, int, list[int]]] = [
     (gossip.CHOCO, 8, [8 * KS]),
     (partial(gossip.CHOCO, quantizer=gossip.TopK(0.1, "fp16")), 8, [6 * KS]),
     (partial(gossip.CHOCO, quantizer=gossip.Sign()), 8, [4 * 4 + 4 * (2 + 1 + 1 + 1)]),
-    (gossip.PowerGossip, 8, RANK_1),
-    (partial(gossip.PowerGossip, rank=2), 8, RANK_2),
-    (partial(gossip.PowerGossip, num_iters_per_step=1), 4, [4 * (12 + 12), 4 * (12 + 15)]),
+    (contrib.PowerGossip, 8, RANK_1),
+    (partial(contrib.PowerGossip, rank=2), 8, RANK_2),
+    (partial(contrib.PowerGossip, num_iters_per_step=1), 4, [4 * (12 + 12), 4 * (12 + 15)]),
 ]
 
 
@@ -362,7 +362,7 @@ def test_bytes_are_those_of_the_formula() -> None:
         for algorithm, payload, wire, dense in nets.each(4, make, body):
             assert payload == wire == times * sum(map(sealed_bytes, messages)), make
             assert dense == 1.5 * 16 * N  # an all-reduce over 4 ranks
-            if isinstance(algorithm, gossip.CHOCO | gossip.PowerGossip):
+            if isinstance(algorithm, gossip.CHOCO | contrib.PowerGossip):
                 assert algorithm.compress_ratio == pytest.approx(payload / (2 * 16 * N))
 
     def of_slices(own: Any) -> Any:

@@ -1,6 +1,7 @@
 """PowerGossip (Vogels, Karimireddy, Jaggi 2020, arXiv 2008.01425): low-rank differences between neighbours."""
 
-from dgc.gossip import PowerGossip, metropolis, two_way_ring
+from dgc.contrib import PowerGossip
+from dgc.gossip import metropolis, two_way_ring
 from dgc_training.config import Config, configs
 
 configs.train.gossip = Config(PowerGossip)

@@ -90,14 +90,14 @@ class PowerGossip(DifferenceGossip):
     """Low-rank gossip with differences of models (Vogels et al. 2020, arXiv 2008.01425).
 
     Args:
-        graph, mixing, average_every: see `CHOCO`. The graph may change from round to round.
+        graph, mixing, average_every: as `DifferenceGossip`. The graph may change from round to round.
         rank (int): rank r of the factors. A larger rank sends more bytes and averages faster.
         num_iters_per_step (int): half steps per step. Each is one exchange that a rank waits for.
         seed (int): seed of the initial factors, the same on every rank.
 
     Raises:
         ValueError: if a number is less than 1, or by `start` if no tensor is a large enough matrix.
-        TopologyError: as by `CHOCO`.
+        TopologyError: as by `DifferenceGossip`.
 
     Example:
         >>> optimizer = LocalOptimizer(optimizer, model.named_parameters(), PowerGossip(rank=2))
