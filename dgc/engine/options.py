@@ -6,12 +6,11 @@ from collections.abc import Callable, Container, Iterable, Mapping, MutableMappi
 from inspect import Parameter, signature
 from numbers import Real
 from typing import Any, Protocol, runtime_checkable
-from weakref import WeakKeyDictionary, WeakMethod, WeakSet, finalize, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dgc.arguments import WHOLE, require
@@ -571,19 +570,3 @@ def share_momentum(
     optimizer.receive_momentum_of([p for parameters in shared.values() for p in parameters.values()])
     for compressor, parameters in shared.items():
         compressor.exchange_momentum_of(optimizer, parameters)
-
-
-def observe_steps(check: Callable[[Optimizer], None]) -> Any:
-    """Call a method before each step of any optimizer, while its object exists. Return a removable handle.
-
-    An optimizer with `is_part_of_another` steps inside one that was seen already.
-    """
-    reference = WeakMethod(check)
-
-    def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if (observed := reference()) is not None and not getattr(optimizer, "is_part_of_another", False):
-            observed(optimizer)
-
-    handle = register_optimizer_step_pre_hook(before_step)
-    finalize(check.__self__, handle.remove)  # type: ignore[attr-defined]
-    return handle

@@ -1,12 +1,15 @@
-"""Between which calls a state may be saved: after a step is complete, and before the next one begins."""
+"""The steps of all optimizers, which exchanges observe, and between which calls a state may be saved: after a step
+is complete, and before the next one begins.
+"""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
-from weakref import WeakMethod, finalize, ref
+from weakref import WeakMethod
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 CURE = "A hook or a signal handler can set a flag, for the loop to save after step()"
 
@@ -35,6 +38,41 @@ def check_taken(call: str, parameters: Iterable[Tensor]) -> None:
         )
 
 
+class _Observers:
+    """Methods that are called at each step of any optimizer, while their objects exist.
+
+    All use one hook of torch, which stays: torch iterates over its hooks, and the garbage collector, which may run
+    in each of them, must not remove one.
+
+    has_parts: Whether optimizers with `is_part_of_another` count, which step inside one that counts.
+    """
+
+    def __init__(self, register: Callable[[Any], Any], has_parts: bool):
+        self._register, self._has_parts = register, has_parts
+        self._methods: dict[object, WeakMethod[Callable[[Optimizer], None]]] = {}
+        self._handle: Any = None
+
+    def add(self, method: Callable[[Optimizer], None]) -> Callable[[], object]:
+        """Begin to call a method. Returns a function that ends it."""
+        if self._handle is None:
+            self._handle = self._register(self._call)
+        key = object()
+        end = partial(self._methods.pop, key, None)
+        self._methods[key] = WeakMethod(method, lambda _: end())
+        return end
+
+    def _call(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._has_parts and getattr(optimizer, "is_part_of_another", False):
+            return
+        for reference in list(self._methods.values()):  # other threads and the garbage collector change them
+            if (method := reference()) is not None:
+                method(optimizer)
+
+
+before_steps = _Observers(register_optimizer_step_pre_hook, has_parts=False).add
+after_steps = _Observers(register_optimizer_step_post_hook, has_parts=True).add
+
+
 class AwaitedStep:
     """Knows whether an optimizer still has to step on the means that were exchanged last.
 
@@ -46,13 +84,7 @@ class AwaitedStep:
     def __init__(self, parameters: Iterable[Tensor], seen: Callable[[Optimizer], None] | None = None):
         self._parameters, self._is_seen, self._awaits = set(parameters), False, False
         self._seen = None if seen is None else WeakMethod(seen)
-        reference = ref(self)
-
-        def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if (own := reference()) is not None:
-                own._after_step(optimizer)
-
-        finalize(self, register_optimizer_step_post_hook(after_step).remove)
+        after_steps(self._after_step)
 
     def _after_step(self, optimizer: Optimizer) -> None:
         if any(p in self._parameters for group in optimizer.param_groups for p in group["params"]):

@@ -49,12 +49,11 @@ from dgc.engine.options import (
     MomentumCheck,
     as_route,
     check_nonfinite,
-    observe_steps,
     register_compressors,
     unique_prefix,
 )
 from dgc.engine.state import check_steps_per_epoch
-from dgc.engine.steps import AwaitedStep
+from dgc.engine.steps import AwaitedStep, before_steps
 from dgc.fsdp.shards import (
     ParameterGroup,
     Place,
@@ -251,7 +250,7 @@ class FSDPExchange(HasGatheredState):
         self._expected: list[int] | None = None  # the same, of the first pass
         self._end: weakref.ref[Callable[[], None]] | None = None  # of this backward pass, while that has not ended
         self._momentum: WeakKeyDictionary[Optimizer, MomentumCheck] = WeakKeyDictionary()
-        self._handle, self._awaited_step = observe_steps(self.check_step), AwaitedStep(self._parameters)
+        self._end_checks, self._awaited_step = before_steps(self.check_step), AwaitedStep(self._parameters)
         self._side = side = self._engine.streams.get(groups[0].device)
         for g, group in enumerate(groups):
             group.install(partial(self._take, g), side.stream if side else None)
@@ -389,7 +388,7 @@ class FSDPExchange(HasGatheredState):
 
     def close(self) -> None:
         """Remove the hooks. Gradients are then averaged inside machines only, until `compress` is called again."""
-        self._handle.remove()
+        self._end_checks()
         for group in self._groups:
             group.release(self)
 

@@ -335,5 +335,5 @@ def _muon(**settings: Any) -> Optimizer:
 
 
 def _part(optimizer: Any) -> Optimizer:
-    optimizer.is_part_of_another = True  # see `observe_steps`
+    optimizer.is_part_of_another = True  # see `before_steps`
     return cast(Optimizer, optimizer)

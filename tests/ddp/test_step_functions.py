@@ -41,6 +41,7 @@ def run_by_one_step(make: Any, sgd: Any, with_ddp: bool = False) -> set[tuple[st
         model(torch.randn(4, 64)).sum().backward()
         optimizer.step()
     sys.setprofile(before)
+    seen.discard(("engine/steps.py", "_Observers._call"))  # the hook that stays, for which no exchange may be left
     return {(file, function) for file, function in seen if file != "comm/lockstep.py"}
 
 

@@ -1,6 +1,7 @@
 """What all adapters have in common. Each trains the same small model, on one rank."""
 
 import copy
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from dgc import ddp, fsdp
 from dgc.aggregate import Config, PowerSGD, optimizer_step
@@ -240,3 +242,20 @@ def test_after_an_error_about_nan_training_goes_on_as_after_a_step_that_is_skipp
         assert all(map(torch.equal, skips.weights(), raises.weights()))
     assert raises.owner.dropped_steps == 1
     assert_equal(skips.state(), raises.state())
+
+
+@pytest.mark.parametrize("build", [in_ddp, in_fsdp, in_quantized_fsdp, in_aggregator])
+def test_an_exchange_may_be_collected_during_a_step_of_an_optimizer(transport: Transport, build: Any) -> None:
+    """It observes the steps of all optimizers, and torch iterates over what does."""
+    left = [build(transport)]
+
+    def collect(*_: Any) -> None:
+        left.clear()
+        gc.collect()
+
+    handles = [register_optimizer_step_pre_hook(collect), register_optimizer_step_post_hook(collect)]
+    later = build(transport)
+    later.backward(0)
+    later.step()
+    for handle in handles:
+        handle.remove()
