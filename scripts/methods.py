@@ -108,7 +108,7 @@ COMPRESSORS: dict[str, Words] = {
     "signsgd": ("configs/quant/signsgd.py",),
     "signum": ("configs/quant/signum.py",),
     "scaled-sign": ("configs/quant/scaled_sign.py",),
-    "onebit": ("configs/quant/onebit.py",),
+    "onebit": ("configs/contrib/onebit.py",),
     "double-squeeze": ("configs/quant/double_squeeze.py",),
     "qsgd": ("configs/quant/qsgd.py",),
     "terngrad": ("configs/contrib/terngrad.py",),

@@ -315,7 +315,7 @@ def test_payloads_are_what_the_benchmark_measures_and_a_step_sends() -> None:
 def examples() -> dict[str, tuple[str, str]]:
     """(code, file) of each docstring's example, by the name of its class or function, and of the page's blocks."""
     found = {f"methods.md {number}": (block, "methods.md") for number, block in enumerate(code("methods.md"))}
-    assert len(found) > 30
+    assert len(found) > 20
     # the examples of dgc.integrations need the trainers of others: examples/ and tests/integrations run them
     for file in sorted({*(ROOT / "dgc").rglob("*.py")} - {*ROOT.glob("dgc/integrations/*.py")}):
         for node in ast.walk(ast.parse(file.read_text())):

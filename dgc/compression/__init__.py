@@ -20,7 +20,6 @@ from dgc.compression.protocol import SparseResult as SparseResult
 from dgc.compression.protocol import StatelessCompressor as StatelessCompressor
 from dgc.compression.route import Route as Route
 from dgc.compression.route import Rule as Rule
-from dgc.compression.signs import OneBitCompressor as OneBitCompressor
 from dgc.compression.signs import ScaledSignCompressor as ScaledSignCompressor
 from dgc.compression.signs import SignSGDCompressor as SignSGDCompressor
 from dgc.compression.sparse import SparseCompressor as SparseCompressor

@@ -1,4 +1,4 @@
-"""Compressors that send the sign of every element, and one or two magnitudes of each tensor or row."""
+"""Compressors that send the sign of every element, and one magnitude of each tensor."""
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from torch import Tensor
 
 import dgc.kernels as kernels
 from dgc.arguments import checked
-from dgc.bucket import Bucket, Segment
+from dgc.bucket import Bucket
 from dgc.compression.error_feedback import AllGatherCompressor, Codes, join, split_all
 from dgc.compression.protocol import Use, Vector
 from dgc.state import State
@@ -123,65 +123,3 @@ class ScaledSignCompressor(SignCompressor):
 
     def scales(self, v: Vector, bounds: Int64[Tensor, "bounds"]) -> Float32[Tensor, "S"]:
         return (kernels.of(v).selection.moments(v, bounds).magnitudes / bounds.diff().clamp(min=1)).float()
-
-
-@checked
-class OneBitCompressor(AllGatherCompressor):
-    """1-bit SGD (Seide, Fu, Droppo, Li, Yu: Interspeech 2014).
-
-        v = g + e;  of each row of a tensor, the elements above 0 are sent as their mean, the others as their mean
-        e = v - what was sent
-
-    These two means minimize the squared error. A row holds the weights of one output, that is, one index of the
-    outermost dimension in memory. A vector is one row.
-
-    Codes: 8 bytes of means for each row, then the signs of its d elements, 4 ceil(d/32) bytes.
-
-    Differences from the paper: The paper uses columns, because its matrices are the transposes of PyTorch's. All
-    ranks gather all codes, where the paper sums stripes and quantizes the sums again.
-
-    Args: as `ErrorFeedbackCompressor`.
-    """
-
-    bits = 1
-
-    def __init__(self, error_feedback: bool = True):
-        super().__init__(error_feedback)
-
-    def init(self, bucket: Bucket, size: int, rank: int) -> State:
-        edges = [s.offset + i * (s.numel // rows_of(s)) for s in bucket.segments for i in range(rows_of(s))]
-        rows = torch.tensor([*edges, bucket.numel], dtype=torch.int64, device=bucket.device)
-        return replace(super().init(bucket, size, rank), constants={"rows": rows})
-
-    def nbytes(self, bucket: Bucket) -> int:
-        return sum(rows_of(s) * (8 + 4 * -(-(s.numel // rows_of(s)) // 32)) for s in bucket.segments)
-
-    def code(self, bucket: Bucket, state: State) -> kernels.ElementCode:
-        return kernels.ElementCode(kernels.Form.PAIRS, kernels.Scale.MEANS, state.constants["rows"], 1)
-
-    def encode(self, bucket: Bucket, state: State, v: Vector) -> tuple[Codes, Vector]:
-        rows = state.constants["rows"]
-        moments = kernels.of(v).selection.moments(v, rows)
-        above = kernels.of(v).quantize.positives(v, rows)
-        highs = (moments.magnitudes + moments.sums) / 2 / above.clamp(min=1)
-        lows = (moments.sums - moments.magnitudes) / 2 / (rows.diff() - above).clamp(min=1)
-        means = torch.stack([lows.float(), highs.float()])
-        cuts = torch.zeros_like(means[0])
-        values = (cuts, means[0], means[1])
-        how = (self.error_feedback, state.scratch.get("errors"))
-        codes, kept = kernels.of(v).quantize.sign_encode(v, rows, *values, *how)
-        return join(means.view(-1), codes), kept
-
-    def mean_(self, bucket: Bucket, state: State, codes: Sequence[Codes], mean: Vector) -> None:
-        rows = state.constants["rows"]
-        means, signs = split_all(codes, 2 * (rows.numel() - 1))
-        lows, highs = means.tensor_split(2, 1)
-        values = (lows.unbind(), highs.unbind())
-        kernels.of(mean).quantize.sign_mean_(signs, rows, *values, None, state.size, mean)
-
-
-def rows_of(segment: Segment) -> int:
-    """Number of rows of a tensor: the length of its outermost dimension in memory, or 1 below two dimensions."""
-    if len(segment.shape) < 2 or segment.numel == 0:
-        return 1
-    return max(zip(segment.stride, segment.shape, strict=True), key=lambda pair: (pair[0], pair[1]))[1]

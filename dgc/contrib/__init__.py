@@ -5,6 +5,7 @@ They keep the laws of `dgc.testing` and have no kernels of their own. The paper 
 
 from dgc.contrib.gtopk import GTopKCompressor as GTopKCompressor
 from dgc.contrib.natural import NaturalCompressor as NaturalCompressor
+from dgc.contrib.onebit import OneBitCompressor as OneBitCompressor
 from dgc.contrib.powergossip import PowerGossip as PowerGossip
 from dgc.contrib.random_k import RandomBlockCompressor as RandomBlockCompressor
 from dgc.contrib.random_k import RandomKCompressor as RandomKCompressor

@@ -23,22 +23,21 @@ WORDS = 5
 class Scale(IntEnum):
     """The table's numbers for the elements v of a segment, or what a method sends in advance.
 
-    NONE: no numbers. NONZERO: 1 if v has an element other than zero, else 0. MEAN: mean of |v|. MEANS: mean of the
-    elements that are not above zero, then of those above. LARGEST: largest |v|. NORM: L2 norm. SPREAD: `factor`
-    times the root mean square.
+    NONE: no numbers. NONZERO: 1 if v has an element other than zero, else 0. MEAN: mean of |v|. LARGEST: largest
+    |v|. NORM: L2 norm. SPREAD: `factor` times the root mean square.
     """
 
-    NONE, NONZERO, MEAN, MEANS, LARGEST, NORM, SPREAD = range(7)
+    NONE, NONZERO, MEAN, LARGEST, NORM, SPREAD = range(6)
 
 
 class Form(IntEnum):
     """What the codes stand for.
 
-    SIGNS: the scale with a sign. PAIRS: one of two numbers. CUTS: 1 above the given cut, else -1. TERNARY: the
+    SIGNS: the scale with a sign. CUTS: 1 above the given cut, else -1. TERNARY: the
     given threshold with a sign, or zero. LEVELS: that of `uniform_encode`.
     """
 
-    SIGNS, PAIRS, CUTS, TERNARY, LEVELS = range(5)
+    SIGNS, CUTS, TERNARY, LEVELS = range(4)
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +69,7 @@ class ElementCode:
     @property
     def rows(self) -> int:
         """Numbers of a segment in the table."""
-        return 0 if self.form in (Form.CUTS, Form.TERNARY) else 1 + (self.form == Form.PAIRS)
+        return 0 if self.form in (Form.CUTS, Form.TERNARY) else 1
 
     @property
     def unit(self) -> int:

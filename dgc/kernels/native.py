@@ -137,7 +137,6 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
         (*_RANKS, *_LAYOUT, I64, c_int64, c_float, I32, c_int, F32, I64, F32, c_int),
     ),
     "dgc_largest": (None, (F32, I64, c_int64, F32, c_int)),
-    "dgc_positives": (None, (F32, I64, c_int64, I64, c_int)),
     "dgc_quantize_signs": (None, (F32, *_RANGES, F32, F32, F32, *_MADE)),
     "dgc_add_signs": (None, (U8, *_RANGES, F32, F32, F32, c_int)),
     "dgc_quantize_ternary": (None, (F32, *_RANGES, F32, *_MADE)),
@@ -548,11 +547,6 @@ class NativeQuantizers(Native, Quantizers):
     def largest(self, v: Dense, bounds: Bounds) -> Each:
         found = torch.empty(bounds.numel() - 1, dtype=FP32)
         self._library.dgc_largest(v, bounds, found.numel(), found, torch.get_num_threads())
-        return found
-
-    def positives(self, v: Dense, bounds: Bounds) -> Int64[Tensor, "S"]:
-        found = torch.empty(bounds.numel() - 1, dtype=INT64)
-        self._library.dgc_positives(v, bounds, found.numel(), found, torch.get_num_threads())
         return found
 
     def sign_encode(

@@ -47,10 +47,6 @@ class Quantizers:
         each = range_of_each(bounds, v.numel())
         return v.new_zeros(bounds.numel() - 1).scatter_reduce_(0, each, v.abs(), "amax")
 
-    def positives(self, v: Dense, bounds: Bounds) -> Int64[Tensor, "S"]:
-        """Return the number of elements above zero of each segment."""
-        return torch.cat([bounds.new_zeros(1), (v > 0).cumsum(0)])[bounds].diff()
-
     def sign_encode(
         self,
         v: Dense,

@@ -72,8 +72,8 @@ from dgc.kernels.triton_tables import (
     pointers,
 )
 
-NONE, NONZERO, MEAN, MEANS, LARGEST, NORM, SPREAD = (tl.constexpr(int(scale)) for scale in Scale)
-SIGNS, PAIRS, CUTS, TERNARY, LEVELS = (tl.constexpr(int(form)) for form in Form)
+NONE, NONZERO, MEAN, LARGEST, NORM, SPREAD = (tl.constexpr(int(scale)) for scale in Scale)
+SIGNS, CUTS, TERNARY, LEVELS = (tl.constexpr(int(form)) for form in Form)
 NUMBERS = tl.constexpr(WORDS)
 KEEPS_NOTHING, KEEPS_REST, KEEPS_SCALED = (tl.constexpr(i) for i in range(3))
 # counters of `mean_of_payloads`: whether the mean is not finite; of each rank, a sum in a cache line of its own
@@ -90,16 +90,6 @@ def most_of(row, first, last, BLOCK: tl.constexpr):
     for i in range(first, last, BLOCK):
         most = tl.maximum(most, tl.load(row + i + lane, mask=lane < last - i, other=0))
     return tl.max(most, 0)
-
-
-@triton.jit
-@no_type_check
-def count_of(row, first, last, BLOCK: tl.constexpr):
-    lane = tl.arange(0, BLOCK)
-    count = tl.zeros([BLOCK], dtype=tl.int64)
-    for i in range(first, last, BLOCK):
-        count += tl.load(row + i + lane, mask=lane < last - i, other=0)
-    return tl.sum(count, 0)
 
 
 def bytes_of_measure(a: Any) -> tuple[int, int]:
@@ -135,17 +125,11 @@ def measure(
     if SCALE != NONE:
         bits = x.to(tl.int32, bitcast=True) & MAGNITUDE
         wide = x.to(tl.float64)
-        second = sums + n_tiles
-        if SCALE == MEANS:
-            tl.store(second + t, tl.sum(wide, 0))
-        if (SCALE == MEAN) | (SCALE == MEANS):
+        if SCALE == MEAN:
             tl.store(sums + t, tl.sum(bits.to(tl.float32, bitcast=True).to(tl.float64), 0))
         if (SCALE == NORM) | (SCALE == SPREAD):
             tl.store(sums + t, tl.sum(wide * wide, 0))
-        if SCALE == MEANS:
-            tl.store(counts + t, tl.sum((x > 0).to(tl.int32), 0))
-        else:
-            tl.store(counts + t, tl.max(bits, 0))
+        tl.store(counts + t, tl.max(bits, 0))
         first = tl.load(first_tiles + s).to(tl.int32)
         # the empty tiles at the end belong to the last segment and add nothing
         last = tl.load(first_tiles + s + 1, mask=s + 1 < n_segments, other=n_tiles).to(tl.int32)
@@ -157,13 +141,6 @@ def measure(
                 found = (most_of(counts, first, last, BLOCK) > 0).to(tl.float32)
             elif SCALE == MEAN:
                 found = (sum_of(sums, first, last, BLOCK) / size).to(tl.float32)
-            elif SCALE == MEANS:
-                magnitudes = sum_of(sums, first, last, BLOCK)
-                total = sum_of(second, first, last, BLOCK)
-                above = count_of(counts, first, last, BLOCK).to(tl.float64)
-                high = (magnitudes + total) * 0.5 / tl.maximum(above, 1.0)
-                found = ((total - magnitudes) * 0.5 / tl.maximum(size - above, 1.0)).to(tl.float32)
-                tl.store(values + n_segments + s, high.to(tl.float32))
             elif SCALE == LARGEST:
                 found = most_of(counts, first, last, BLOCK).to(tl.float32, bitcast=True)
             elif SCALE == NORM:
@@ -216,9 +193,6 @@ def encode(
         if FORM == SIGNS:
             up = (x > 0) & live
             sent = tl.where(up, value, value * -1.0)  # Triton's minus loses the sign of zero
-        elif FORM == PAIRS:
-            up = (x > 0) & live
-            sent = tl.where(up, tl.load(values + n_segments + s), value)
         else:
             up = (x > value) & live
             sent = tl.where(up, 1.0, -1.0)
@@ -250,17 +224,13 @@ def encode(
     part = tl.sum(tl.where(written, contribution(packed.to(tl.int64), byte), 0), 0)
     t = tl.program_id(0)
     if ROWS > 0:
-        # there are more tiles than segments
-        entry = t + n_tiles * tl.arange(0, 2)
-        segment = tl.where(entry < n_segments, entry, entry - n_segments)
-        listed = entry < ROWS * n_segments
-        size = tl.load(bounds + segment + 1, mask=listed, other=0) - tl.load(
-            bounds + segment, mask=listed, other=0
-        )
-        word = tl.load(values + entry, mask=listed & (size > 0), other=0.0).to(tl.int32, bitcast=True)
-        tl.store((payload + HEADER).to(tl.pointer_type(tl.int32)) + entry, word, mask=listed)
+        # there are at least as many tiles as segments
+        listed = t < n_segments
+        size = tl.load(bounds + t + 1, mask=listed, other=0) - tl.load(bounds + t, mask=listed, other=0)
+        word = tl.load(values + t, mask=listed & (size > 0), other=0.0).to(tl.int32, bitcast=True)
+        tl.store((payload + HEADER).to(tl.pointer_type(tl.int32)) + t, word, mask=listed)
         word = tl.where(listed, word, 0).to(tl.int64) & LOW
-        part += tl.sum(contribution(word, 4 * entry.to(tl.int64) + HEADER), 0)
+        part += contribution(word, 4 * t.to(tl.int64) + HEADER)
     if t == 0:
         pad = end + tl.arange(0, 8)
         tl.store(payload + pad, tl.zeros([8], dtype=tl.uint8), mask=pad < nbytes)
@@ -303,8 +273,6 @@ def mean_of_payloads(
         if FORM == SIGNS:
             high = tl.load(table + s)
             total += field_value(field, high * -1.0, high, SIGN_FIELDS, WIDTH)
-        elif FORM == PAIRS:
-            total += field_value(field, tl.load(table + s), tl.load(table + n_segments + s), SIGN_FIELDS, WIDTH)
         elif FORM == CUTS:
             total += field_value(field, -1.0, 1.0, SIGN_FIELDS, WIDTH)
         elif FORM == TERNARY:
@@ -367,7 +335,7 @@ class TritonElementCoder(ElementCoder):
         tiles, segments, dtype = tiling.count, tiling.first.numel(), g[0].dtype
         values = torch.empty(max(1, code.rows), segments, dtype=torch.float32, device=device)
         unusable, counts = torch.empty(2, tiles, dtype=torch.int32, device=device).unbind()
-        sums = torch.empty(2, tiles, dtype=torch.float64, device=device)
+        sums = torch.empty(tiles, dtype=torch.float64, device=device)
         where = (tiling.table, tiles, pointers(g, dtype, device), v, code.bounds, tiling.first, segments)
         parts = (unusable, sums, counts, self._arrived_at(code.bounds))
         found = (on_device((code.factor,), torch.float64, device), values)

@@ -13,8 +13,8 @@ from states import redistributed
 
 from dgc import compression as methods
 from dgc import contrib, paper
-from dgc.compression.signs import rows_of
 from dgc.compression.uniform import DenseValuesCompressor
+from dgc.contrib.onebit import rows_of
 from dgc.contrib.svd import inclusion
 from dgc.memory import ResidualMemory
 from dgc.optim import MuonWithAdamW, muon_groups
@@ -28,7 +28,7 @@ def once(make: Any, g: Any) -> Any:
     return Ranks(1, make, [tuple(g.shape)]).step([g.reshape(-1)]).view(g.shape)
 
 
-def test_signs_their_majority_their_average_and_the_mean_of_each_side_of_each_row() -> None:
+def test_signs_their_majority_and_their_average() -> None:
     g = normal(N, seed=0)
     torch.testing.assert_close(once(methods.ScaledSignCompressor, g), g.sign() * g.abs().mean())
     signs = torch.tensor([1.0, -1, 1, 1, 8, 8, -8, 8])
@@ -47,14 +47,19 @@ def test_signs_their_majority_their_average_and_the_mean_of_each_side_of_each_ro
         g = normal(N, seed=step)
         m = beta * m + (1 - beta) * g
         assert (ranks.step([g]) == m.sign())[m.abs() > 1e-6].all()
-    # rows are the outermost dimension
+
+
+def test_one_bit_sgd_sends_the_mean_of_each_side_of_each_row() -> None:
     g = normal(12 * 40, seed=1).view(12, 40)
-    sent = once(methods.OneBitCompressor, g)
+    sent = once(contrib.OneBitCompressor, g)
     for row, got in zip(g, sent, strict=True):
         for side in (row > 0, row <= 0):
             torch.testing.assert_close(got[side], row[side].mean().expand(int(side.sum())))
     assert (g - sent).norm() < (g - g.sign() * g.abs().mean()).norm()
-    segments = Ranks(1, methods.OneBitCompressor, [(5, 3, 2), (7,), (), (0, 4)]).buckets[0].segments
+
+
+def test_the_rows_of_one_bit_sgd_are_the_outermost_dimension() -> None:
+    segments = Ranks(1, contrib.OneBitCompressor, [(5, 3, 2), (7,), (), (0, 4)]).buckets[0].segments
     assert [rows_of(s) for s in segments] == [5, 1, 1, 1]
 
 

@@ -173,10 +173,9 @@ def every_payload(codec: Any, decoder: Any) -> None:
 def every_code(coder: Any, dtypes: Any) -> None:
     n, bounds, each = 6000, torch.tensor([0, 2500, 6000]), torch.ones(2)
     v, terms = torch.zeros(n), Terms(1.0, 0)
-    scales = [(Form.SIGNS, scale) for scale in Scale if scale != Scale.MEANS]
-    for form, scale in (*scales, (Form.PAIRS, Scale.MEANS)):
-        coder.measure_(ElementCode(form, scale, bounds, 1), (v,), v, True)
-    codes = [ElementCode(form, Scale.NONE, bounds, 1) for form in (Form.PAIRS, Form.CUTS)]
+    for scale in Scale:
+        coder.measure_(ElementCode(Form.SIGNS, scale, bounds, 1), (v,), v, True)
+    codes = [ElementCode(Form.CUTS, Scale.NONE, bounds, 1)]
     codes += [ElementCode(Form.LEVELS, Scale.LARGEST, bounds, bits, random=bits < 8) for bits in (2, 4, 8)]
     signs = ElementCode(Form.SIGNS, Scale.MEAN, bounds, 1)
     majority = ElementCode(Form.SIGNS, Scale.NONZERO, bounds, 1, momentum=0.9, majority=True)

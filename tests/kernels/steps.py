@@ -15,7 +15,6 @@ METHODS = {
     "scaled signs": compression.ScaledSignCompressor,
     "signSGD": compression.SignSGDCompressor,
     "Signum": lambda: compression.SignSGDCompressor(0.9),
-    "1 bit": compression.OneBitCompressor,
     "2 bits": lambda: compression.ThresholdCompressor(wire="gather"),
     "2 bits from the data": lambda: compression.ThresholdCompressor(2, None, 0.7, wire="gather"),
     "1 bit of MXNet": lambda: compression.ThresholdCompressor(1, 0.1, wire="gather"),

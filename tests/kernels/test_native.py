@@ -329,7 +329,7 @@ def test_kernels_refuse_other_tensors() -> None:
         "assign": lambda: native.assign_((strided,), x),
         "moments": lambda: native.moments(other, bounds),
         "largest": lambda: quantizers.largest(other, bounds),
-        "positives": lambda: quantizers.positives(x, bounds.int()),
+        "bounds of segments": lambda: quantizers.largest(x, bounds.int()),
         "tail": lambda: native.tail(x, bounds, other[:1]),
         "take": lambda: native.remove_sent_(doubled, None, x),
         "merge": lambda: native.merge_mean([sent, doubled], 2, n),

@@ -274,7 +274,6 @@ def test_quantizers_and_means_of_several_ranks() -> None:
             v[::7] = -0.0
             with case(sizes, scale):
                 assert same(ours.largest(v, bounds), QUANTIZERS.largest(v, bounds))
-                assert same(ours.positives(v, bounds), QUANTIZERS.positives(v, bounds))
                 found, expected = (coded(q, v, bounds, scale * each) for q in (ours, QUANTIZERS))
                 assert_same_codes(found, expected, v)
     # In one launch, of codes in one tensor, as after an all-gather, or each in its own.
@@ -318,7 +317,6 @@ def test_quantizers_wait_for_nothing_but_the_bounds_and_other_waits_are_noticed(
     before = quantizers.launches
     with watching() as watch:
         quantizers.largest(v, bounds)
-        quantizers.positives(v, bounds)
         coded(quantizers, v, bounds, each)
     assert watch.seen == [] and quantizers.launches - before == 1 + 4 * 8, "two to encode and two to add"
     waits: tuple[Any, ...] = (lambda x: int(x[0]), torch.nonzero, lambda x: x[x > 0], lambda x: x.tolist())

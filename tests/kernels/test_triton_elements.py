@@ -59,7 +59,7 @@ def test_types_of_gradients() -> None:
 def test_the_order_of_programs_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     backend, _ = backends(TritonElementCoder(64))
     expected: list[Any] = []
-    for name, order in product(("1 bit", "QSGD"), ORDERS):
+    for name, order in product(("scaled signs", "QSGD"), ORDERS):
         steps = Steps(METHODS[name], backend, 2, torch.float32, False, DEVICE)
         monkeypatch.setattr("triton.runtime.interpreter.range", order, raising=False)
         _, means, errors = steps.step([comparison.random(NUMEL, seed, DEVICE) for seed in range(2)])
@@ -71,8 +71,10 @@ def test_the_order_of_programs_changes_nothing(monkeypatch: pytest.MonkeyPatch) 
 def test_a_changed_byte_is_found() -> None:
     """In header, table and padding. The next step counts from zero."""
     backend, reference = backends(TritonElementCoder(64))
-    ours, theirs = (Steps(METHODS["1 bit"], each, 2, torch.float32, True, DEVICE) for each in (backend, reference))
-    nbytes = 24 + 8 * -(-compression.OneBitCompressor().nbytes(ours.buckets[0]) // 8)
+    ours, theirs = (
+        Steps(METHODS["scaled signs"], each, 2, torch.float32, True, DEVICE) for each in (backend, reference)
+    )
+    nbytes = 24 + 8 * -(-compression.ScaledSignCompressor().nbytes(ours.buckets[0]) // 8)
     for place in (7, 9, 17, 24, nbytes - 1):
 
         def change(payloads: Any, place: int = place) -> None:

@@ -86,7 +86,7 @@ METHODS = [
     compression.QSGDCompressor,
     contrib.TernGradCompressor,
     contrib.NaturalCompressor,
-    compression.OneBitCompressor,
+    contrib.OneBitCompressor,
     compression.SignSGDCompressor,
     compression.ThresholdCompressor,
     lambda: compression.ThresholdCompressor(wire="scatter"),

@@ -320,7 +320,7 @@ QUANTIZED = [
     # a rank whose own gradient stays beyond 1, as here, can never send all of it
     threshold(1, "1bit", 0.0, at_zero=False, left=0.5),
     coded_row("scaled-sign", methods.ScaledSignCompressor, feedback=True),
-    coded_row("onebit", methods.OneBitCompressor, feedback=True),
+    coded_row("onebit", contrib.OneBitCompressor, feedback=True),
     coded_row("blockwise", partial(methods.BlockwiseCompressor, block=100), feedback=True),
     Row("double-squeeze", methods.DoubleSqueezeCompressor, double_squeeze_bytes, by_size=True),
     two_phases("int8", 8, 64),

@@ -151,7 +151,7 @@ HERE = {
     "consensus": "--ranks 4",
     "convergence": "--simulate --ranks 2 --folds 1 --epochs 1 --batch-size 90 --methods dense fp16",
     "decoding": "--ranks 2 --formats sign-rice --rounds 1",
-    "methods": "--elements 0.1 --tensors 3 --ranks 2 --methods onebit dgc powersgd-1 fp16 --rounds 1",
+    "methods": "--elements 0.1 --tensors 3 --ranks 2 --methods scaled-sign dgc powersgd-1 fp16 --rounds 1",
     "payload_bytes": "--values sign --indices rice",
     "scale": "--model resnet18 --methods fp16 --ranks 2 4 --work 0.1",
     "selectors": "--models resnet20 --fit-models resnet20 --steps 2 --settle 1 --rounds 1",

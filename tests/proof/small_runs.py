@@ -20,7 +20,7 @@ METHODS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "powersgd": (("configs/powersgd/rank2.py",), ()),
     "qsgd": (("configs/quant/qsgd.py",), ()),
     "2bit": (("configs/threshold/2bit.py",), ()),
-    "onebit": (("configs/quant/onebit.py",), ()),
+    "onebit": (("configs/contrib/onebit.py",), ()),
     "osgp": (("configs/gossip/osgp.py",), (UNEQUAL,)),
     "diloco": (("configs/local/diloco.py",), (UNEQUAL, "--configs.train.local.average_every=7")),
 }

@@ -174,7 +174,7 @@ def test_momentum_is_not_clipped(tmp_path: Path, monkeypatch: MonkeyPatch) -> No
     assert dict(load([GPT, ADAM]).train.optimizer) == expected
     found = dict(load([GPT, "configs/adam/dgc_adam.py"]).train.optimizer)
     assert found == {**expected, "_target_": "dgc.optim.DGCAdam", "freeze_step": 100}
-    for more in ([], *([f"configs/quant/{name}.py"] for name in ("scaled_sign", "onebit", "qsgd"))):
+    for more in ([], *([f"configs/quant/{name}.py"] for name in ("scaled_sign", "int4", "qsgd"))):
         assert load([CNN, ADAM, *more]).train.optimizer._target_ == "torch.optim.AdamW"
 
 

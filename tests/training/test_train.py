@@ -221,7 +221,7 @@ DAMAGED: dict[str, list[tuple[str, Any, str]]] = {
         ("rank1/batch_norm", {"other": 1}, r"\(rank 1\): rank1\.pt: ValueError: batch_norm is \['other'\]"),
         ("rank1/compression/DGCCompressor.0/velocities", with_nan, VELOCITIES),
     ],
-    "quant/onebit": [("rank0/compression/OneBitCompressor.0/errors", with_nan, "errors of .* has NaN")],
+    "contrib/onebit": [("rank0/compression/OneBitCompressor.0/errors", with_nan, "errors of .* has NaN")],
     "powersgd/rank4": [
         (
             f"rank0/{POWERSGD}/errors", lambda errors: {name: error.double() for name, error in errors.items()},

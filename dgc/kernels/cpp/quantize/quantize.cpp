@@ -72,15 +72,6 @@ DGC_EXPORT void dgc_largest(const float* v, const int64_t* bounds, int64_t segme
     for (int64_t s = 0; s < segments; ++s) found[s] = float_of(static_cast<uint32_t>(bits[s].load()));
 }
 
-DGC_EXPORT void dgc_positives(const float* v, const int64_t* bounds, int64_t segments, int64_t* counts, int threads) {
-    const auto kernel = quantize_kernels().positives;
-    std::vector<std::atomic<int64_t>> found(segments);
-    for_units(bounds, segments, threads, [&](int64_t s, int64_t i, int64_t n) {
-        found[s].fetch_add(kernel(v + i, n), std::memory_order_relaxed);
-    });
-    std::copy(found.begin(), found.end(), counts);
-}
-
 DGC_EXPORT void dgc_quantize_signs(const float* v, const int64_t* bounds, const int64_t* starts, int64_t segments,
                                    const float* cuts, const float* lows, const float* highs, uint8_t* codes,
                                    float* residual, int threads) {

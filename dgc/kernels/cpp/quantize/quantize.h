@@ -29,8 +29,6 @@ struct QuantizeKernels {
     void (*uniform_add)(const uint8_t* codes, int64_t n, float step, int bits, float* total);
     // Returns the bits of the largest magnitude.
     int32_t (*largest)(const float* v, int64_t n);
-    // Returns the number of elements above zero.
-    int64_t (*positives)(const float* v, int64_t n);
     void (*pack)(const uint8_t* levels, int64_t n, int bits, uint8_t* codes);
     void (*unpack)(const uint8_t* codes, int64_t n, int bits, uint8_t* levels);
     // Consecutive blocks of `size` elements: n elements, and zeros that fill the last block. scales: two bytes of each.

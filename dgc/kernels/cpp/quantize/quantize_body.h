@@ -126,17 +126,6 @@ int32_t largest(const float* v, int64_t n) {
     return most;
 }
 
-int64_t positives(const float* v, int64_t n) {
-    int64_t count = 0;
-    for (int64_t i = 0; i < n;) {
-        const int64_t end = i + block < n ? i + block : n;
-        int32_t few = 0;  // half as wide, so that twice as many elements fit into a vector
-        for (; i < end; ++i) few += v[i] > 0.0f;
-        count += few;
-    }
-    return count;
-}
-
 // While the codes have eight more bytes, `pack` and `unpack` move as many, because a copy of a variable number is a call.
 // What the store writes beyond its fields is overwritten.
 void pack(const uint8_t* levels, int64_t n, int bits, uint8_t* codes) {
@@ -338,8 +327,8 @@ void blocks_decode(const uint8_t* scales, const uint8_t* codes, int64_t n, int64
 }
 
 constexpr QuantizeKernels table{
-    sign_encode, sign_add, tern_encode, uniform_encode, uniform_add,       largest,
-    positives,   pack,     unpack,      blocks_encode,  blocks_add_encode, blocks_decode,
+    sign_encode, sign_add, tern_encode,   uniform_encode,    uniform_add,   largest,
+    pack,        unpack,   blocks_encode, blocks_add_encode, blocks_decode,
 };
 
 }  // namespace

@@ -1,6 +1,6 @@
 """1-bit SGD (Seide et al. 2014): signs, and two means for each row, with error feedback."""
 
-from dgc.compression import OneBitCompressor
+from dgc.contrib import OneBitCompressor
 from dgc_training.config import Config, configs
 
 configs.train.compression = Config(OneBitCompressor)
