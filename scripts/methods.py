@@ -165,7 +165,7 @@ GOSSIP: dict[str, Words] = {
     "osgp": ("configs/gossip/osgp.py",),
     "osgp-4-steps": ("configs/gossip/osgp.py", "--configs.train.gossip.synch_freq=4"),
     "dpsgd": ("configs/gossip/dpsgd.py",),
-    "choco": ("configs/gossip/choco.py",),
+    "choco": ("configs/contrib/choco.py",),
     "powergossip": ("configs/contrib/powergossip.py",),
     "adpsgd": ("configs/gossip/adpsgd.py",),  # not simulated, and not under torchrun
 }

@@ -21,7 +21,8 @@ import dgc.fsdp
 import dgc.optim
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import DGCCompressor, PowerSGDCompressor, QSGDCompressor, Route, Rule
-from dgc.gossip import CHOCO, OSGP, SGP, FlatModel, TopK, from_weights, grid, ring
+from dgc.contrib import CHOCO, TopK
+from dgc.gossip import OSGP, SGP, FlatModel, from_weights, grid, ring
 from dgc.local import Nesterov, OuterSteps, ZeroOneAdam
 from dgc.memory import DGCSGDMemory, ResidualMemory
 from dgc.optim import DistributedOptimizer, LocalOptimizer, redistribute

@@ -11,3 +11,7 @@ configs.train.gossip.rank = 1  # rank of the approximation of a difference: 1, 2
 configs.train.gossip.num_iters_per_step = 2  # half steps of the power iteration, each with one message
 configs.train.gossip.seed = 0  # of the first factors
 configs.train.gossip.average_every = 1  # steps between two exchanges
+configs.train.recorder = Config("scripts.gossip.rank_csv.StepRecorder")  # CSV files of every rank
+
+configs.requires["train.compression._target_"] = "dgc.compression.DenseCompressor"  # no gradients are compressed
+configs.requires["train.check_replicas_every"] = 0  # gossip allows models to differ

@@ -3,6 +3,9 @@
 They keep the laws of `dgc.testing` and have no kernels of their own. The paper is in the docstring of each file.
 """
 
+from dgc.contrib.choco import CHOCO as CHOCO
+from dgc.contrib.choco import Sign as Sign
+from dgc.contrib.choco import TopK as TopK
 from dgc.contrib.gtopk import GTopKCompressor as GTopKCompressor
 from dgc.contrib.natural import NaturalCompressor as NaturalCompressor
 from dgc.contrib.onebit import OneBitCompressor as OneBitCompressor

@@ -5,9 +5,6 @@ from dgc.gossip.average import PushSum as PushSum
 from dgc.gossip.average import push_pull_average as push_pull_average
 from dgc.gossip.average import push_sum_average as push_sum_average
 from dgc.gossip.average import push_sum_round as push_sum_round
-from dgc.gossip.choco import CHOCO as CHOCO
-from dgc.gossip.choco import Sign as Sign
-from dgc.gossip.choco import TopK as TopK
 from dgc.gossip.graphs import bipartite_complete as bipartite_complete
 from dgc.gossip.graphs import bipartite_exponential as bipartite_exponential
 from dgc.gossip.graphs import bipartite_linear as bipartite_linear

@@ -1,5 +1,5 @@
 """CHOCO-SGD as its paper writes it: Koloskova, Stich, Jaggi, ICML 2019, arXiv 1902.00340, Algorithm 2, with two of
-its operators Q. The fast implementation is `dgc.gossip.choco`, with the operators in `operators`.
+its operators Q. The other implementation is `dgc.contrib.choco`.
 
 Worker i has a model x_i and a public copy xhat_j of its own model and of each neighbour's. With W symmetric, rows
 summing to one, in step t:

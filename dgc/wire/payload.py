@@ -162,18 +162,17 @@ class PayloadPlan:
         codec: Codec,
         payloads: Payloads,
         bounds: Sequence[Int64[Tensor, "bounds"]] | None = None,
-        ranks: Sequence[int] | None = None,
     ) -> Unchecked[SparseVector]:
         """Decode the payloads of several ranks, without waiting for the device.
 
-        bounds: Those of the tensors in each payload, if not those of the budget. ranks: The senders, if not all.
+        bounds: Those of the tensors in each payload, if not those of the budget.
 
         Raises:
             PayloadError: A payload has another size. By `check`: a rank encoded with another ratio or format, or a
                 payload has a wrong checksum, or content that `encode` never writes. The message names the rank.
         """
         layout = self.layout
-        ranks = range(len(payloads)) if ranks is None else ranks
+        ranks = range(len(payloads))
         check_sizes(payloads, layout.nbytes, self.terms, self.what, ranks)
         selections, scalars = [], []
         bounds = [self.budget.bounds] * len(payloads) if bounds is None else bounds

@@ -45,15 +45,15 @@ ROWS = [
     Row("dpsgd", lambda: gossip.DPSGD(gossip.bipartite_exponential), lambda size: size % 2 == 0),
     Row("dpsgd on a full graph, int8", lambda: gossip.DPSGD(gossip.full, message=gossip.Int8Message(16))),
     Row("dpsgd, metropolis", lambda: gossip.DPSGD(gossip.grid, mixing=gossip.metropolis)),
-    Row("choco", lambda: gossip.CHOCO(quantizer=gossip.TopK(0.25))),
-    Row("choco on a full graph", lambda: gossip.CHOCO(gossip.full, quantizer=gossip.TopK(0.25))),
+    Row("choco", lambda: contrib.CHOCO(quantizer=contrib.TopK(0.25))),
+    Row("choco on a full graph", lambda: contrib.CHOCO(gossip.full, quantizer=contrib.TopK(0.25))),
     Row("powergossip", lambda: contrib.PowerGossip(rank=2)),
-    Row("choco, local steps", lambda: gossip.CHOCO(gossip.full, quantizer=gossip.TopK(0.5), average_every=2)),
+    Row("choco, local steps", lambda: contrib.CHOCO(gossip.full, quantizer=contrib.TopK(0.5), average_every=2)),
     Row("powergossip, local steps", lambda: contrib.PowerGossip(gossip.full, rank=3, average_every=2)),
     Row("powergossip by pairs", lambda: contrib.PowerGossip(gossip.random_matching, rank=2, num_iters_per_step=3)),
     Row("local sgd", lambda: OuterSteps(4)),
     Row("pga", lambda: OuterSteps(4, gossip.SGP())),
-    Row("pga, choco", lambda: OuterSteps(4, gossip.CHOCO())),
+    Row("pga, choco", lambda: OuterSteps(4, contrib.CHOCO())),
 ]
 IN_TWO_PARTS: dict[str, Any] = {"fragment_mb": 64 * 4 / 2**20}  # 63 and 30 of the elements of a Trained
 
@@ -78,9 +78,9 @@ OUTER = [
     Row("momentum, slowmo", lambda: OuterSteps(3, None, SlowMo(), average_momentum=True)),
 ]
 MORE = [
-    Row("sign", lambda: gossip.CHOCO(quantizer=gossip.Sign())),
-    Row("fp16", lambda: gossip.CHOCO(gossip.grid, quantizer=gossip.TopK(0.2, "fp16"))),
-    Row("star", lambda: gossip.CHOCO(gossip.star, quantizer=gossip.TopK(0.2))),
+    Row("sign", lambda: contrib.CHOCO(quantizer=contrib.Sign())),
+    Row("fp16", lambda: contrib.CHOCO(gossip.grid, quantizer=contrib.TopK(0.2, "fp16"))),
+    Row("star", lambda: contrib.CHOCO(gossip.star, quantizer=contrib.TopK(0.2))),
     Row("one half step", lambda: contrib.PowerGossip(num_iters_per_step=1)),
     Row("three half steps", lambda: contrib.PowerGossip(gossip.random_matching, num_iters_per_step=3)),
 ]
@@ -91,7 +91,7 @@ BASES: dict[str, Callable[[], gossip.Gossip]] = {
     "osgp": gossip.OSGP,
     "osgp, int8": lambda: gossip.OSGP(message=gossip.Int8Message(16)),
     "dpsgd": lambda: gossip.DPSGD(gossip.full),
-    "choco": lambda: gossip.CHOCO(gossip.grid),
+    "choco": lambda: contrib.CHOCO(gossip.grid),
     "local sgd": lambda: OuterSteps(3),
     "slowmo": lambda: OuterSteps(3, gossip.SGP(), SlowMo(0.2)),
     "momentum": lambda: OuterSteps(3, average_momentum=True),

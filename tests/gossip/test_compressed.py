@@ -32,7 +32,7 @@ def stepped(transport: Any, algorithm: Any, steps: Any) -> Any:
 
 def test_between_exchanges_every_rank_trains_alone_and_knows_differences_of_public_copies() -> None:
     def body(transport: Any, average_every: int) -> Any:
-        own = Trained(transport, gossip.CHOCO(quantizer=gossip.TopK(0.25), average_every=average_every))
+        own = Trained(transport, contrib.CHOCO(quantizer=contrib.TopK(0.25), average_every=average_every))
         alone, sent = Trained(transport, OuterSteps(100)), []
         for step in range(7):
             own.step()
@@ -48,7 +48,7 @@ def test_between_exchanges_every_rank_trains_alone_and_knows_differences_of_publ
 
     # d_i is the sum over j of W_ij (xhat_j - xhat_i), and the error is x - xhat.
     def differences_of(transport: Any) -> Any:
-        own = stepped(transport, gossip.CHOCO(), 15).algorithm
+        own = stepped(transport, contrib.CHOCO(), 15).algorithm
         assert off(next(iter(own.errors())), own.z - own.xhat) < 1e-6
         return own.xhat.double(), own.d.double()
 
@@ -71,17 +71,17 @@ def test_after_an_average_over_all_ranks_no_error_remains_and_a_model_that_is_no
         own.finish()
 
     for outer in (None, SlowMo()):
-        models = each(3, lambda outer=outer: OuterSteps(4, gossip.CHOCO(), outer), body)
+        models = each(3, lambda outer=outer: OuterSteps(4, contrib.CHOCO(), outer), body)
         assert same(models, [models[0]] * 3)
     with pytest.raises(PayloadError, match="rank 1 sent values that are not finite"):
-        each(3, gossip.CHOCO, spoilt)
+        each(3, contrib.CHOCO, spoilt)
 
 
 @pytest.mark.parametrize("graph", [gossip.two_way_ring, gossip.star, gossip.grid, gossip.random_matching])
-@pytest.mark.parametrize("algorithm", [gossip.CHOCO, contrib.PowerGossip])
+@pytest.mark.parametrize("algorithm", [contrib.CHOCO, contrib.PowerGossip])
 def test_another_number_of_ranks_goes_on(algorithm: Any, graph: Any) -> None:
     """The state about neighbours is reset."""
-    if algorithm is gossip.CHOCO and graph is gossip.random_matching:
+    if algorithm is contrib.CHOCO and graph is gossip.random_matching:
         graph = gossip.full
     make, new = partial(algorithm, graph), 3
     states = on(5, lambda t: stepped(t, make(), 5).algorithm.state_dict())
@@ -106,10 +106,10 @@ def test_states_of_another_graph_or_algorithm_are_refused(transport: Any) -> Non
         shares = gossip.metropolis(topology, rank, round)
         return {to: (share + (to == rank)) / 2 for to, share in shares.items()}
 
-    state = stepped(transport, gossip.CHOCO(), 2).algorithm.state_dict()
+    state = stepped(transport, contrib.CHOCO(), 2).algorithm.state_dict()
     others: list[dict[str, Any]] = [{"graph": gossip.full}, {"graph": gossip.star}, {"mixing": lazy}]
     for other in others:
-        own = Trained(transport, gossip.CHOCO(**other))
+        own = Trained(transport, contrib.CHOCO(**other))
         before = own.z.clone()
         with case(other), pytest.raises(ValueError, match="state of another graph or mixing"):
             own.algorithm.load_state_dict(state)
@@ -178,21 +178,21 @@ def test_graphs_and_options_that_cannot_be_are_refused() -> None:
         (lambda: gossip.DPSGD(gossip.star), 4, "the shares that rank 0 receives sum to"),
         (lambda: gossip.SGP(changing), 3, "even number of ranks"),
         (lambda: gossip.SGP(lambda n: gossip.ring(n + 1)), 3, "is for 4 ranks, not for 3"),
-        (lambda: gossip.CHOCO(changing), 8, "but they change: use ring with peers=2, grid"),
-        (lambda: gossip.CHOCO(gossip.ring), 4, "edges in both directions, .* use ring with peers=2"),
-        (lambda: gossip.CHOCO(lambda n: gossip.two_way_ring(n + 1)), 4, "is for 5 ranks, not for 4"),
-        (lambda: gossip.CHOCO(gossip.star, gossip.uniform), 4, "the shares that rank 0 receives sum to"),
-        (lambda: gossip.CHOCO(gossip.full, SKEWED), 3, "the same weight at both ends of an edge: use"),
+        (lambda: contrib.CHOCO(changing), 8, "but they change: use ring with peers=2, grid"),
+        (lambda: contrib.CHOCO(gossip.ring), 4, "edges in both directions, .* use ring with peers=2"),
+        (lambda: contrib.CHOCO(lambda n: gossip.two_way_ring(n + 1)), 4, "is for 5 ranks, not for 4"),
+        (lambda: contrib.CHOCO(gossip.star, gossip.uniform), 4, "the shares that rank 0 receives sum to"),
+        (lambda: contrib.CHOCO(gossip.full, SKEWED), 3, "the same weight at both ends of an edge: use"),
         (lambda: contrib.PowerGossip(gossip.n_peer_exponential), 8, "or a graph of pairs"),
     ]
     check_refusals(*((starting(make, size), words) for make, size, words in graphs), kind=TopologyError)
-    starting(lambda: gossip.CHOCO(gossip.star, UNEVEN), 3)()
+    starting(lambda: contrib.CHOCO(gossip.star, UNEVEN), 3)()
     options: list[tuple[Any, str]] = [
         (lambda: gossip.OSGP(synch_freq=-1), "synch_freq must be 0 or more"),
         (lambda: gossip.SGP(graph_from_epoch={-1: None}), "counts epochs from 0"),
-        (lambda: gossip.CHOCO(gamma=0.0), "gamma must be a step size"),
-        (lambda: gossip.TopK(0.0), "ratio must be a fraction"),
-        (lambda: gossip.TopK(0.1, "fp8"), "cast to one of"),
+        (lambda: contrib.CHOCO(gamma=0.0), "gamma must be a step size"),
+        (lambda: contrib.TopK(0.0), "ratio must be a fraction"),
+        (lambda: contrib.TopK(0.1, "fp8"), "must be fp16 or bf16"),
         (lambda: contrib.PowerGossip(rank=0), "must be at least 1"),
         (lambda: contrib.PowerGossip(rank=9), "would send all 4 tensors uncompressed"),
         (lambda: gossip.HierarchicalGossip(contrib.PowerGossip()), slices),
@@ -223,5 +223,5 @@ def test_a_state_with_nan_is_refused() -> None:
         own.load_state_dict(state)
 
     outer = (partial(OuterSteps, 2), lambda: OuterSteps(2, gossip.SGP()))
-    for make in (gossip.SGP, gossip.OSGP, gossip.DPSGD, gossip.CHOCO, contrib.PowerGossip, *outer):
+    for make in (gossip.SGP, gossip.OSGP, gossip.DPSGD, contrib.CHOCO, contrib.PowerGossip, *outer):
         on(2, partial(body, make=make))

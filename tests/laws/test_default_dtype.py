@@ -31,7 +31,8 @@ from dgc import gossip
 from dgc.comm.collectives import all_gather_object, barrier, broadcast_object
 from dgc.comm.lockstep import LockstepTransport, LockstepWorld
 from dgc.compression import Compressor, DGCCompressor, OneBitAdamCompressor, QSGDCompressor
-from dgc.gossip import CHOCO, Gossip, HierarchicalGossip
+from dgc.contrib import CHOCO
+from dgc.gossip import Gossip, HierarchicalGossip
 from dgc.gossip.graphs import bipartite_complete
 from dgc.local import ZeroOneAdam, ZeroOneSteps
 from dgc.memory import ClipByGlobalNorm, ClipByNorm, ClipByValue, Clipping, DGCSGDMemory

@@ -17,8 +17,8 @@ from states import assert_equal
 
 from dgc import testing
 from dgc.compression import PowerSGDCompressor, Route, Rule, TwoPhaseCompressor
-from dgc.contrib import PowerGossip
-from dgc.gossip import CHOCO, SGP, star
+from dgc.contrib import CHOCO, PowerGossip
+from dgc.gossip import SGP, star
 from dgc.local import OuterSteps, SlowMo
 
 PARTIAL = {"history", "accordion", "received"}  # tables that need not have all parameters

@@ -17,7 +17,7 @@ from dgc.compression import (
     PowerSGDCompressor,
     TwoPhaseCompressor,
 )
-from dgc.gossip import CHOCO
+from dgc.contrib import CHOCO
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 

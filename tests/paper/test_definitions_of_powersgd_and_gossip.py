@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from dgc import gossip
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import PowerSGDCompressor
-from dgc.gossip import CHOCO, OSGP, SGP, Sign, TopK, Topology
+from dgc.contrib import CHOCO, Sign, TopK
+from dgc.gossip import OSGP, SGP, Topology
 from dgc.optim import LocalOptimizer
 from dgc.paper.choco import choco_sgd, scaled_sign, top_k
 from dgc.paper.powersgd import PowerSGD

@@ -119,8 +119,8 @@ def test_what_a_method_needs_does_not_change_silently(file: Path) -> None:
 
 
 def test_files_without_those_before_them_say_what_to_stack(file: Path) -> None:
-    for stack in (["ar.py", "fp16.py"], ["bf16.py"], ["choco.py", "int8.py"]):
-        message = refusal(CNN, *(f"configs/gossip/{name}" for name in stack))
+    for stack in (["gossip/ar", "gossip/fp16"], ["gossip/bf16"], ["contrib/choco", "gossip/int8"]):
+        message = refusal(CNN, *(f"configs/{name}.py" for name in stack))
         assert "has no `message`: stack sgp, osgp or dpsgd" in message
     message = refusal(CNN, "configs/gossip/machines.py", "configs/topology/ring.py")
     assert "configs/gossip/machines after it" in message

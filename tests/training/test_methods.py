@@ -62,7 +62,8 @@ def names(*folders: str) -> list[str]:
 COMPRESSION = names("chunks", "powersgd", "threshold", "quant", "sparse", "adam", "route")
 COMPRESSION += ["dgc/reduce_scatter", "contrib/gtopk"]
 GOSSIP = [
-    *(["gossip/" + name] for name in ("ar", "sgp", "osgp", "dpsgd", "choco")),
+    *(["gossip/" + name] for name in ("ar", "sgp", "osgp", "dpsgd")),
+    ["contrib/choco"],
     ["contrib/powergossip"],
     *(["gossip/sgp", "gossip/" + name] for name in ("fp16", "bf16", "int8", "machines")),
     *(["gossip/osgp", name] for name in names("local")),

@@ -163,6 +163,8 @@ ON_2_RANKS = {
         ("gossip/sgp dgc/wm5", "", "gossip/__init__.py needs dgc.compression.DenseCompressor; leave"),
         ("local/local_sgd dgc/wm5", "", "local/__init__.py needs dgc.comp"),
         ("gossip/sgp", "train.check_replicas_every=4", "train.check_replicas_every is 4"),
+        ("contrib/choco dgc/wm5", "", "contrib/choco.py needs dgc.compression.DenseCompressor; leave"),
+        ("contrib/powergossip dgc/wm5", "", "contrib/powergossip.py needs dgc.compression.DenseCompressor; leave"),
         ("gossip/sgp", "train.hierarchical=on", "stack configs/gossip/machines.py"),
         ("gossip/sgp topology/star", "train.gossip.graph.hub=7", "star with 2 ranks: hub"),
         ("gossip/adpsgd", "", r"connect\(point_to_point=True\)"), ("dgc/wm0 adam/onebit_adam", "", "train.dgc"),

@@ -14,44 +14,34 @@ The part that Q drops stays in x_i - xhat_i and is sent later. The d_i of all ra
 Differences from the papers: d replaces s = d + xhat, the weighted sum of public copies (the memory-efficient
 form), in which the rounding errors of x would accumulate. Public copies begin as the initial model, not as zeros.
 
-Payload per exchange and rank in bytes: for each neighbour that of Q, rounded up to a multiple of 8. TopK: 24, and
-for each element 4 and the bytes of a value. Sign: 24, and 4 + 4 ceil(d/32) for each tensor.
+Payload per exchange and rank in bytes: for each neighbour 24 and that of Q, rounded up to a multiple of 8. TopK:
+for each element 4 and the bytes of a value, and 4 in 16 bits. Sign: 4 for each tensor, and a bit for each element.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 from zlib import crc32
 
 import torch
-from jaxtyping import Int64
 from torch import Tensor
 
-import dgc.kernels as kernels
 from dgc.arguments import checked
 from dgc.bucket import Segment
-from dgc.comm.requests import Conversation, Exchange, as_bytes
-from dgc.gossip.graphs import two_way_ring
-from dgc.gossip.messages import FP32, Bytes, Vector, exchange, message_of, opened, write_header_
-from dgc.gossip.protocol import DifferenceGossip
-from dgc.gossip.topology import Graph, Mixing, Peers, Shares, metropolis
-from dgc.kernels import SparseVector
-from dgc.selection.selector import plan_selection
-from dgc.wire import CastValues, PlainIndices, SparseFormat
-from dgc.wire.envelope import sealed_bytes
-from dgc.wire.payload import PayloadPlan
+from dgc.comm.requests import Conversation, as_bytes, read
+from dgc.gossip import DifferenceGossip, FP32Message, HalfPrecisionMessage, Message, metropolis, two_way_ring
+from dgc.gossip.messages import Bytes, Vector, exchange, message_of
+from dgc.gossip.topology import Graph, Mixing, Peers, Shares
+from dgc.selection.selector import share
+from dgc.wire.envelope import PayloadError, sealed_bytes
 
-DIFFERENCE = "a difference of CHOCO"
 NOMINAL = (Segment("", 0, 1 << 20, (1 << 20,), (1,)),)  # for compress_ratio before the model is known
-
-Bounds = Int64[Tensor, "bounds"]
-AddScaled = Callable[[Vector, float], object]  # adds Q(v), times a factor, to a vector
 
 
 @checked
 @dataclass(frozen=True)
 class TopK:
-    """The ceil(ratio d) elements of largest magnitude of each tensor of d elements, in the format of `dgc.wire`.
+    """The ceil(ratio d) elements of largest magnitude of each tensor of d elements.
 
     gamma is twice the ratio: with 4 times the ratio, models mostly diverge.
 
@@ -73,34 +63,41 @@ class TopK:
     def __post_init__(self) -> None:
         if not 0 < self.ratio <= 1:
             raise ValueError(f"ratio must be a fraction in (0, 1], not {self.ratio}")
-        CastValues(self.values)
+        if self.values != "fp32":
+            HalfPrecisionMessage(self.values)
 
     @property
     def gamma(self) -> float:
         return min(1.0, 2 * self.ratio)
 
-    def plan(self, segments: Sequence[Segment], device: torch.device) -> PayloadPlan:
-        form = SparseFormat(CastValues(self.values), PlainIndices("int32"))
-        selection = plan_selection(segments, self.ratio, device)
-        numel = sum(segment.numel for segment in segments)
-        return PayloadPlan(form, selection.per_tensor, numel, what=DIFFERENCE)
+    @property
+    def message(self) -> Message:
+        return FP32Message() if self.values == "fp32" else HalfPrecisionMessage(self.values)
 
-    def nbytes(self, plan: PayloadPlan) -> int:
-        return plan.layout.nbytes
+    def count(self, segments: Sequence[Segment]) -> int:
+        return sum(share(segment.numel, self.ratio) for segment in segments)
 
-    def encode(self, plan: PayloadPlan, v: Vector) -> tuple[Bytes, AddScaled]:
-        """Returns the payload, and what adds its decoded value."""
-        chosen = kernels.of(v).selection.select(v, plan.budget)
-        encoded = plan.encode(kernels.of(v).codec, chosen.elements, chosen.first_nonfinite)
-        return encoded.payload, self._add(encoded.sent)
+    def nbytes(self, segments: Sequence[Segment]) -> int:
+        k = self.count(segments)
+        return 4 * k + self.message.nbytes(k)
 
-    def decode(self, plan: PayloadPlan, payload: Bytes, source: int) -> AddScaled:
-        """Raises PayloadError, which names the rank `source`, if the payload is not valid."""
-        (sent,), _ = plan.decode(kernels.of(payload).codec, (payload,), ranks=(source,)).wait()
-        return self._add(sent)
+    def encode(self, segments: Sequence[Segment], v: Vector) -> Bytes:
+        chosen = [torch.empty(0, dtype=torch.int64, device=v.device)]
+        for s in segments:
+            part = v[s.offset : s.offset + s.numel].abs()
+            chosen.append(part.topk(share(s.numel, self.ratio)).indices + s.offset)
+        indices = torch.cat(chosen)
+        content = torch.zeros(self.nbytes(segments), dtype=torch.uint8, device=v.device)
+        content[: 4 * indices.numel()] = as_bytes(indices.to(torch.int32))
+        self.message.encode_(v[indices], 1.0, content[4 * indices.numel() :])
+        return content
 
-    def _add(self, sent: SparseVector) -> AddScaled:
-        return lambda target, factor: target.index_add_(0, sent.indices, sent.values, alpha=factor)
+    def decode(self, segments: Sequence[Segment], content: Bytes) -> Vector:
+        k = self.count(segments)
+        indices, values = content[: 4 * k].clone().view(torch.int32), content[4 * k :].clone()
+        q = torch.zeros(sum(s.numel for s in segments), dtype=torch.float32, device=content.device)
+        q[indices.long()] = self.message.decode(values, k)
+        return q
 
 
 @dataclass(frozen=True)
@@ -113,35 +110,22 @@ class Sign:
 
     gamma = 0.3
 
-    def plan(self, segments: Sequence[Segment], device: torch.device) -> tuple[Bounds, int]:
-        bounds = [0, *(segment.offset + segment.numel for segment in segments)]
-        codes = sum(FP32 + FP32 * -(-segment.numel // 32) for segment in segments)
-        return torch.tensor(bounds, dtype=torch.int64, device=device), codes
+    def nbytes(self, segments: Sequence[Segment]) -> int:
+        return 4 * len(segments) + -(-sum(s.numel for s in segments) // 8)
 
-    def nbytes(self, plan: tuple[Bounds, int]) -> int:
-        return sealed_bytes(plan[1])
+    def encode(self, segments: Sequence[Segment], v: Vector) -> Bytes:
+        parts = v.split([s.numel for s in segments])
+        scales = torch.stack([part.abs().sum(dtype=torch.float64) / max(1, part.numel()) for part in parts])
+        signs = torch.nn.functional.pad((v > 0).to(torch.uint8), (0, -v.numel() % 8)).view(-1, 8)
+        codes = (signs << torch.arange(8, dtype=torch.uint8, device=v.device)).sum(1, dtype=torch.uint8)
+        return torch.cat([as_bytes(scales.float()), codes])
 
-    def encode(self, plan: tuple[Bounds, int], v: Vector) -> tuple[Bytes, AddScaled]:
-        bounds, _ = plan
-        sums = kernels.of(v).selection.moments(v, bounds).magnitudes
-        scales = (sums / bounds.diff().clamp(min=1)).float()
-        values = (torch.zeros_like(scales), -scales, scales)
-        codes, _ = kernels.of(v).quantize.sign_encode(v, bounds, *values, keep=False)
-        both = torch.cat([as_bytes(scales), codes])
-        payload = message_of(both)
-        write_header_(payload, DIFFERENCE)
-        return payload, self._add(bounds, both)
-
-    def decode(self, plan: tuple[Bounds, int], payload: Bytes, source: int) -> AddScaled:
-        bounds, nbytes = plan
-        (both,), _ = opened(payload, nbytes, DIFFERENCE, source).wait()
-        return self._add(bounds, both)
-
-    def _add(self, bounds: Bounds, both: Bytes) -> AddScaled:
-        scales = both[: FP32 * (bounds.numel() - 1)].clone().view(torch.float32)
-        q = torch.zeros(int(bounds[-1]), dtype=torch.float32, device=both.device)
-        kernels.of(q).quantize.sign_add_(both[FP32 * scales.numel() :].clone(), bounds, -scales, scales, q)
-        return lambda target, factor: target.add_(q, alpha=factor)
+    def decode(self, segments: Sequence[Segment], content: Bytes) -> Vector:
+        numels = torch.tensor([s.numel for s in segments], dtype=torch.int64, device=content.device)
+        scales = content[: 4 * len(segments)].clone().view(torch.float32).repeat_interleave(numels)
+        places = torch.arange(8, dtype=torch.uint8, device=content.device)
+        signs = (content[4 * len(segments) :].unsqueeze(1) >> places & 1).view(-1)[: scales.numel()]
+        return torch.where(signs > 0, scales, -scales)
 
 
 @checked
@@ -149,12 +133,10 @@ class CHOCO(DifferenceGossip):
     """CHOCO-SGD (Koloskova et al. 2019, arXiv 1902.00340, Algorithm 2; 2020, arXiv 1907.09356).
 
     Args:
-        graph (callable): returns the topology for a number of ranks. Symmetric and the same in all rounds.
-        mixing (Mixing): weights W, symmetric with rows that sum to one.
+        graph, mixing, average_every: as `DifferenceGossip`. The graph is the same in all rounds.
         quantizer (TopK or Sign, optional): compression operator Q; default `TopK()`.
         gamma (float, optional): consensus step size in (0, 1]; None uses the quantizer's. If it is too large,
             models diverge; if it is too small, averaging is slower than the local steps.
-        average_every (int): steps between two exchanges. Above 1, ranks train alone in between.
 
     Raises:
         ValueError: if gamma or average_every is out of range.
@@ -179,33 +161,36 @@ class CHOCO(DifferenceGossip):
         super().__init__(graph, mixing, average_every)
         self.quantizer = quantizer or TopK()
         self.gamma = self.quantizer.gamma if gamma is None else gamma
-        plan = cast(Any, self.quantizer.plan(NOMINAL, torch.device("cpu")))
-        ratio = self.quantizer.nbytes(plan) / (4 << 20)
-        self.compress_ratio = min(1.0, ratio) / average_every
+        self.compress_ratio = min(1.0, self.quantizer.nbytes(NOMINAL) / (4 << 20)) / average_every
 
     def _allocate(self) -> float:
-        self._plan = cast(Any, self.quantizer.plan(self.model.segments, self.z.device))
         self.xhat, self.d = self.z.clone(), torch.zeros_like(self.z)
         self._copies_valid = True
         self._digest = 0
         if self.topology is not None:
             W = [sorted(self.mixing(self.topology, rank, 0).items()) for rank in range(self.size)]
             self._digest = crc32(repr(W).encode())
-        return self.quantizer.nbytes(self._plan)
+        return sealed_bytes(self.quantizer.nbytes(self.model.segments))
 
     @torch.no_grad()
     def _average(self) -> Conversation[None]:
         peers, weights = self.neighbours(0)
         if not self._copies_valid:
             yield from self._send_models(peers, weights)
-        payload, q = self.quantizer.encode(self._plan, self.z - self.xhat)
-        q(self.xhat, 1.0)
-        q(self.d, -sum(weights[peer] for peer in peers))
         self.round += 1
-        empty = {source: torch.empty_like(payload) for source in peers}
-        (replies,) = yield (Exchange(dict.fromkeys(peers, payload), empty),)
-        for source in peers:
-            self.quantizer.decode(self._plan, replies[source], source)(self.d, weights[source])
+        segments = self.model.segments
+        content = self.quantizer.encode(segments, self.z - self.xhat)
+        own = self.quantizer.decode(segments, content)
+        self.xhat.add_(own)
+        self.d.sub_(own, alpha=sum(weights[peer] for peer in peers))
+        what, sizes = f"a difference of CHOCO by {self.quantizer}", dict.fromkeys(peers, content.numel())
+        replies = yield from exchange(dict.fromkeys(peers, message_of(content)), sizes, what, self.z)
+        received = {source: self.quantizer.decode(segments, replies[source]) for source in peers}
+        finite = yield from read([q.isfinite().all() for q in received.values()])
+        for (source, q), is_finite in zip(received.items(), finite, strict=True):
+            if not is_finite:
+                raise PayloadError(f"rank {source} sent values that are not finite in {what}")
+            self.d.add_(q, alpha=weights[source])
         self.z.add_(self.d, alpha=self.gamma)
 
     def _send_models(self, peers: Peers, weights: Shares) -> Conversation[None]:
