@@ -21,9 +21,9 @@ piece has its own scale. There is no separate server. An element of 0 is sent as
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from jaxtyping import Float32, Int64, UInt8
@@ -43,11 +43,11 @@ from dgc.compression.protocol import (
     Vector,
     first_nonfinite_message,
 )
+from dgc.compression.server_errors import ServerState
 from dgc.compression.signs import SIGNS_WITH_ADAM
-from dgc.state import State, Tables, flat_from, parts_of, zeros
+from dgc.state import zeros
 from dgc.wire.envelope import envelope_of
 
-S = TypeVar("S", bound="ServerState")
 WORD = 32  # elements; the signs of a piece fill whole words
 
 
@@ -103,35 +103,6 @@ def divide_into_chunks(bucket: Bucket, size: int, rank: int) -> _Chunks:
 
 
 @dataclass(eq=False, kw_only=True)
-class ServerState(State):
-    """served: d_r [chunk], in the unit of the sum over ranks. A checkpoint has it in whole tensors, with zeros in
-    the chunks of other ranks.
-    """
-
-    served: Float32[Tensor, "chunk"]
-
-    def everywhere(self, bucket: Bucket) -> Vector:
-        """d, with zeros in the chunks of other ranks."""
-        raise NotImplementedError
-
-    def own(self, bucket: Bucket, whole: Vector) -> Float32[Tensor, "chunk"]:
-        """A copy of the elements of this rank's chunk."""
-        raise NotImplementedError
-
-    def unsent(self, bucket: Bucket) -> list[Tensor]:
-        return [self.errors["errors"] + self.everywhere(bucket)]
-
-    def saved(self, bucket: Bucket) -> Tables:
-        return {**super().saved(bucket), "server_errors": parts_of(bucket, self.everywhere(bucket))}
-
-    def loaded(self: S, bucket: Bucket, tables: Tables) -> S:
-        served = flat_from("server_errors", bucket, tables["server_errors"])
-        state = replace(super().loaded(bucket, tables), served=self.own(bucket, served))
-        state.errors["errors"].add_(served - state.everywhere(bucket))
-        return state
-
-
-@dataclass(eq=False, kw_only=True)
 class ChunkState(ServerState):
     """chunks: The division of the bucket."""
 
@@ -141,7 +112,7 @@ class ChunkState(ServerState):
     def _own(self) -> slice:
         return slice(self.chunks.edges[self.rank], self.chunks.edges[self.rank + 1])
 
-    def everywhere(self, bucket: Bucket) -> Vector:
+    def server_errors(self, bucket: Bucket) -> Vector:
         whole = zeros(bucket)
         whole[self._own] = self.served
         return whole

@@ -41,9 +41,9 @@ from dgc.arguments import checked
 from dgc.bucket import Bucket
 from dgc.comm.requests import Conversation
 from dgc.compression.dense import DenseCompressor, place_of_mean
-from dgc.compression.double_squeeze import ServerState
 from dgc.compression.error_feedback import accumulated
 from dgc.compression.protocol import Compressor, DenseResult, Reduced, Vector, first_nonfinite_message
+from dgc.compression.server_errors import ServerState
 from dgc.kernels import BlockCode
 from dgc.kernels.blocks import SIZES
 from dgc.state import State, zeros
@@ -56,7 +56,7 @@ class TwoPhaseState(ServerState):
 
     code: BlockCode
 
-    def everywhere(self, bucket: Bucket) -> Vector:
+    def server_errors(self, bucket: Bucket) -> Vector:
         padded = self.served.new_zeros(self.size, self.served.numel())
         padded[self.rank] = self.served
         return padded.view(-1)[self.code.places(bucket.bounds, bucket.numel)]
