@@ -62,6 +62,8 @@ def checked(target: T) -> T:
 def _fits(value: Any, hint: Any) -> bool:
     if get_origin(hint) in (Union, UnionType):
         return any(_fits(value, part) for part in get_args(hint))
+    if hint is Any:
+        return True
     if hint in (int, float):
         kind = Integral if hint is int else Real
         return isinstance(value, kind) and not isinstance(value, bool) and value == value

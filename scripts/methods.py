@@ -101,7 +101,7 @@ COMPRESSORS: dict[str, Words] = {
     **powersgd(4),
     "powersgd-2-fp16": ("configs/powersgd/rank2.py", "configs/powersgd/fp16.py"),
     "powersgd-2-square": ("configs/powersgd/rank2.py", "configs/powersgd/square.py"),
-    "powersgd-adaptive": ("configs/powersgd/adaptive.py",),
+    "powersgd-adaptive": ("configs/contrib/accordion.py",),
     **threshold("2bit"),
     **threshold("1bit"),
     "2bit-adaptive": ("configs/threshold/adaptive.py",),

@@ -194,7 +194,7 @@ def places(state: Any) -> Iterator[list[str]]:
         if isinstance(part, dict) and key != "identity":
             yield from ([key], *([key, *place] for place in places(part)))
     # what must be a mapping, in any place of a state
-    power = PowerSGDCompressor(1, high_rank=2, min_compression_rate=0)
+    power = PowerSGDCompressor(1, min_compression_rate=0)
     for compression in (DGCCompressor(0.1, ResidualMemory()), power, QSGDCompressor()):
         optimizer = wrapped(compression=compression)
         state = optimizer.compression_state_dict()

@@ -17,9 +17,6 @@ configs.train.compression.error_feedback = True  # what a step does not send is 
 configs.train.compression.orthogonalization = "auto"  # or qr, gram_schmidt, cholesky_qr, authors
 configs.train.compression.epsilon = 1e-8  # a column with at most this share left is replaced by a random one
 configs.train.compression.wire = "fp32"  # "fp16" (fp16.py): 2 bytes per number
-configs.train.compression.high_rank = None  # adaptive.py: the rank while gradients change fast
-configs.train.compression.rank_change = 0.5  # with high_rank: threshold for fast changes, as a share of the norm
-configs.train.compression.rank_every = 1  # with high_rank: epochs between two choices
 configs.train.compression.seed = derived("seed")  # of the first factors
 
 configs.requires["train.compression._target_"] = configs.train.compression._target_

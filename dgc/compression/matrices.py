@@ -7,21 +7,18 @@ dense, follow. Factors are stored in rows, P [B, r, n] and Q [B, r, m]: both pro
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from math import isqrt, prod, sqrt
-from typing import Any
+from math import isqrt, prod
 
 import torch
 from jaxtyping import Bool, Float32, Int32, Int64
 from torch import Tensor
 
 import dgc.kernels as kernels
-from dgc.arguments import NUMBER, WHOLE, require
 from dgc.bucket import Bucket, Segment
 from dgc.kernels.lowrank import Batch, Products
-from dgc.state import check_mapping
 
 Factor = tuple[Float32[Tensor, "_ _ _"], ...]  # P or Q, by batch
 Rows = Float32[Tensor, "B r d"]
@@ -153,99 +150,9 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Regime:
-    """What Accordion knows of the tensors of a bucket, by name: their norms in the last interval, and their ranks,
-    once they are known. epoch: the last one that began.
-    """
-
-    epoch: int | None = None
-    norms: Mapping[str, float] = field(default_factory=dict)
-    ranks: Mapping[str, int] = field(default_factory=dict)
-
-    def saved(self, bucket: Bucket) -> dict[str, Any]:
-        """By name, what a checkpoint has of each tensor."""
-        norms, ranks = self.norms, self.ranks
-        names = [s.name for s in bucket.segments]
-        return {n: {"epoch": self.epoch, "norm": norms.get(n), "rank": ranks.get(n)} for n in names}
-
-    @classmethod
-    def loaded(cls, bucket: Bucket, table: Mapping[str, Any]) -> "Regime":
-        """Inverse of `saved`. Raises ValueError if a value is out of range."""
-        own = {s.name: table[s.name] for s in bucket.segments if s.name in table}
-        for name, saved in own.items():
-            check_mapping(f"accordion of {name}", saved)
-            if saved.keys() != {"epoch", "norm", "rank"}:
-                raise ValueError(
-                    f"accordion of {name} must have epoch, norm and rank, not {sorted(map(str, saved))}"
-                )
-            for key, kinds in (("epoch", WHOLE), ("norm", NUMBER), ("rank", WHOLE)):
-                if saved[key] is not None:
-                    expected = "a whole number or None" if kinds is WHOLE else "a number or None"
-                    what = f"{key} in accordion of {name}"
-                    require(expected, kinds, least=0, **{what: saved[key]})
-                    if saved[key] >= 2**63:
-                        raise ValueError(f"{what} must be below 2**63, not {saved[key]}")
-        norms, ranks, epochs = (
-            {name: saved[key] for name, saved in own.items() if saved[key] is not None}
-            for key in ("norm", "rank", "epoch")
-        )
-        return cls(max(epochs.values(), default=None), norms, ranks)
-
-
-@dataclass(frozen=True)
-class Accordion:
-    """Accordion: the rank of each tensor, adapted during training (Agarwal, Wang, Lee, Venkataraman,
-    Papailiopoulos 2020, arXiv 2010.16248, Algorithm 1).
-
-    In a critical regime compression errors have lasting effects. With |d| the norm of the tensor's gradient in an
-    interval of epochs:
-
-        high rank   while | |d_previous| - |d| | / |d_previous| >= change, and until two intervals are known
-        low rank    otherwise
-
-    Differences from the paper: |d| is the root mean square, over the interval's steps, of the norm of the applied
-    gradient, which the factors give at no cost. The paper sums all gradients, and uses the learning rate.
-
-    change: relative change of the norm at which a regime is critical. every: length of an interval in epochs.
-
-    Raises:
-        ValueError: if high < low, change is not positive or every is less than 1.
-    """
-
-    low: int
-    high: int
-    change: float = 0.5
-    every: int = 1
-
-    def __post_init__(self) -> None:
-        if self.high < self.low:
-            raise ValueError(f"high_rank must be at least rank = {self.low}, not {self.high}")
-        if not self.change > 0 or self.every < 1:
-            raise ValueError(
-                f"rank_change must be positive, not {self.change}, and rank_every at least 1, not {self.every}"
-            )
-
-    def ends_interval(self, last: int | None, epoch: int) -> bool:
-        """Whether an interval ends before this epoch. After a resume the same epoch may begin again."""
-        return last is not None and epoch // self.every > last // self.every
-
-    def choose(self, regime: Regime, sums: Mapping[str, tuple[float, float]]) -> Regime:
-        """Chooses ranks. sums: by name, the sum of squared norms over an interval, and the number of its steps."""
-        norms, ranks = dict(regime.norms), dict(regime.ranks)
-        for name, (squares, steps) in sums.items():
-            if steps:
-                norm, before = sqrt(squares / steps), norms.get(name)
-                critical = before is None or abs(before - norm) >= self.change * before
-                ranks[name] = self.high if critical else self.low
-                norms[name] = norm
-        return Regime(regime.epoch, norms, ranks)
-
-
-@dataclass(frozen=True)
 class CompressionRule:
     """Which tensors are compressed, and with which rank. half_steps: K. square: one matrix per bucket. start:
-    number of uncompressed steps. accordion: proposes a rank for each tensor; `rank` is tried where that saves too
-    little.
+    number of uncompressed steps.
     """
 
     rank: int
@@ -253,30 +160,31 @@ class CompressionRule:
     min_compression_rate: float
     square: bool = False
     start: int = 0
-    accordion: Accordion | None = None
 
-    def rank_of(self, name: str, numel: int, n: int, m: int, regime: Regime) -> int:
-        """Rank of the matrix [n, m] with `numel` elements from gradients; 0: not compressed."""
-        accordion = self.accordion
-        for r in [self.rank] if accordion is None else [regime.ranks.get(name, accordion.high), self.rank]:
+    def rank_of(self, numel: int, n: int, m: int, higher: int = 0) -> int:
+        """Rank of the matrix [n, m] with `numel` elements from gradients; 0: not compressed. higher: a rank to try
+        first.
+        """
+        for r in (max(self.rank, higher), self.rank):
             rho = min(r, n, m)
             if rho and numel > self.min_compression_rate * (rho * (n + m) * self.half_steps / 2):
                 return rho
         return 0
 
-    def layout(self, bucket: Bucket, steps: int, regime: Regime) -> Layout:
-        """The layout after this many steps."""
+    def layout(self, bucket: Bucket, steps: int, ranks: Mapping[str, int]) -> Layout:
+        """The layout after this many steps. ranks: by name, higher ranks for tensors where they save enough."""
         if steps < self.start:
             return Layout(bucket, {})
         groups: dict[tuple[int, int, int], list[int]] = {}
         if self.square:
             side = isqrt(max(0, bucket.numel - 1)) + 1
-            rank = self.rank_of(bucket.name, bucket.numel, side, side, regime)
+            rank = self.rank_of(bucket.numel, side, side)
             groups[side, side, rank] = list(range(len(bucket.segments)))
         for i, s in enumerate(bucket.segments):
             if len(s.shape) > 1 and not self.square:
                 n, m = s.shape[0], prod(s.shape[1:])
-                groups.setdefault((n, m, self.rank_of(s.name, s.numel, n, m, regime)), []).append(i)
+                rank = self.rank_of(s.numel, n, m, ranks.get(s.name, 0))
+                groups.setdefault((n, m, rank), []).append(i)
         compressed = {(n, m, rank): members for (n, m, rank), members in groups.items() if rank}
         return Layout(bucket, compressed, self.square)
 

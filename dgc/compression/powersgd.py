@@ -25,11 +25,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite, prod
 from struct import pack, unpack
-from typing import Any
+from typing import Any, TypeVar
 from zlib import crc32
 
 import torch
-from jaxtyping import Float32, Float64, Int32, UInt8
+from jaxtyping import Float32, Int32, UInt8
 from torch import Tensor
 
 import dgc.kernels as kernels
@@ -39,13 +39,11 @@ from dgc.comm.requests import AllReduce, Conversation, read
 from dgc.compression.dense import DenseCompressor
 from dgc.compression.matrices import (
     WAYS,
-    Accordion,
     Batch,
     CompressionRule,
     Factor,
     Layout,
     Products,
-    Regime,
     orthonormalize,
 )
 from dgc.compression.protocol import Compressor, DenseResult, Reduced, Use, check_choice, first_nonfinite_message
@@ -54,6 +52,7 @@ from dgc.state import State, Tables, check_tensor, flat_from, largest_count, par
 from dgc.wire import CastValues
 from dgc.wire.envelope import Envelope, Unchecked, envelope_of
 
+S = TypeVar("S", bound="PowerSGDState")
 NOTHING = torch.empty(0, dtype=torch.float32)
 
 
@@ -62,9 +61,8 @@ class PowerSGDState(State):
     """State of one bucket. All but v and `deferred` is the same on every rank.
 
     settings: what must be equal on every rank. v: gradient + error of the last step. P, Q: [B, r, n] and [B, r,
-    m], by batch. sums: [B, 2] by batch, the sum of the squared norms of the applied gradients since Accordion's
-    last choice, and the number of steps. half_steps: h. `steps` is without dropped ones. deferred: not yet
-    subtracted from v. keeps: whether there is error feedback. cast: how numbers are sent.
+    m], by batch. half_steps: h. ranks: higher ranks for tensors, by name. `steps` is without dropped ones.
+    deferred: not yet subtracted from v. keeps: whether there is error feedback. cast: how numbers are sent.
     """
 
     layout: Layout
@@ -76,12 +74,11 @@ class PowerSGDState(State):
     v: Float32[Tensor, "V"] = NOTHING
     P: Factor = ()
     Q: Factor = ()
-    sums: tuple[Float64[Tensor, "_ 2"], ...] = ()
     half_steps: int = 0
-    regime: Regime = Regime()
+    ranks: Mapping[str, int] = field(default_factory=dict)
     deferred: SentUpdate | None = None
     keeps: bool = True
-    partial: tuple[str, ...] = ("P", "Q", "sums", "accordion")
+    partial: tuple[str, ...] = ("P", "Q")
 
     def random_factor(self, batch: Batch, side: str, k: int) -> Float32[Tensor, "B r d"]:
         """Random factors for the k-th half step of this step, the same on all ranks. -1: to begin it with."""
@@ -111,44 +108,38 @@ class PowerSGDState(State):
         return [self.error()] if self.keeps else []
 
     def saved(self, bucket: Bucket) -> Tables:
-        """errors in the shape of the tensor; P [n, r] and Q [m, r] with rows in the order of the shape; sums [2];
-        the numbers half_steps and steps; accordion: a regime.
+        """errors in the shape of the tensor; P [n, r] and Q [m, r] with rows in the order of the shape; the
+        numbers half_steps and steps.
         """
-        tables: Tables = {"P": {}, "Q": {}, "sums": {}, "accordion": {}}
+        tables: Tables = {"P": {}, "Q": {}}
         layout = self.layout
-        for batch, P, Q, sums in zip(layout.batches, self.P, self.Q, self.sums, strict=True):
-            rows = (P, layout.permute_columns(batch, list(Q), to_memory=False), sums)
-            for name, p, q, pair in zip(layout.names(batch), *rows, strict=True):
+        for batch, P, Q in zip(layout.batches, self.P, self.Q, strict=True):
+            rows = (P, layout.permute_columns(batch, list(Q), to_memory=False))
+            for name, p, q in zip(layout.names(batch), *rows, strict=True):
                 tables["P"][name], tables["Q"][name] = p.T.contiguous(), q.T.contiguous()
-                tables["sums"][name] = pair.clone()
         if self.keeps:
             tables["errors"] = parts_of(bucket, self.error())
-        if self.rule.accordion is not None:
-            tables["accordion"] = self.regime.saved(bucket)
         for key, count in (("half_steps", self.half_steps), ("steps", self.steps)):
             tables[key] = dict.fromkeys((s.name for s in bucket.segments), count)
         return tables
 
-    def loaded(self, bucket: Bucket, tables: Tables) -> "PowerSGDState":
+    def loaded(self: S, bucket: Bucket, tables: Tables) -> S:
         error = flat_from("errors", bucket, tables["errors"]) if self.keeps else zeros(bucket)
-        if bool(tables["accordion"]) != (self.rule.accordion is not None):
-            raise ValueError("state of a compressor with another high_rank: one of the two has none")
         half_steps, steps = (largest_count(tables[key], bucket) for key in ("half_steps", "steps"))
-        regime = Regime.loaded(bucket, tables["accordion"])
-        return replace(self, steps=steps, half_steps=half_steps, regime=regime).with_factors(tables, error)
+        return replace(self, steps=steps, half_steps=half_steps).with_factors(tables, error)
 
-    def updated(self) -> "PowerSGDState":
-        """This state, or a new one if the rule now compresses other tensors or chooses other ranks."""
-        layout = self.rule.layout(self.layout.bucket, self.steps, self.regime)
+    def updated(self: S) -> S:
+        """This state, or a new one if other tensors are to be compressed now, or with other ranks."""
+        layout = self.rule.layout(self.layout.bucket, self.steps, self.ranks)
         if layout.batches == self.layout.batches:
             return self
         return self.with_factors(self.saved(layout.bucket), self.error())
 
-    def with_factors(self, tables: Tables, error: Float32[Tensor, "n"]) -> "PowerSGDState":
-        """The state with the layout of its steps and regime, and with this error. Factors and rows of factors that
+    def with_factors(self: S, tables: Tables, error: Float32[Tensor, "n"]) -> S:
+        """The state with the layout of its steps and ranks, and with this error. Factors and rows of factors that
         `tables` does not have are random. Excess rows are dropped.
         """
-        layout = self.rule.layout(self.layout.bucket, self.steps, self.regime)
+        layout = self.rule.layout(self.layout.bucket, self.steps, self.ranks)
         check_factors(layout, tables)
         v = torch.zeros(layout.numel, dtype=torch.float32, device=error.device)
         for i, s in enumerate(layout.segments):
@@ -157,26 +148,15 @@ class PowerSGDState(State):
             tuple(restored(layout, batch, side, tables[side], self.seed) for batch in layout.batches)
             for side in ("P", "Q")
         )
-        none, sums = torch.zeros(2, dtype=torch.float64), []
-        for batch in layout.batches:
-            pairs = {name: tables["sums"].get(name, none) for name in layout.names(batch)}
-            sums.append(torch.stack([pair.to(error.device) for pair in pairs.values()]))
         ratio = self.rule.floats_sent(layout) / max(1, layout.bucket.numel)
         envelope = envelope_of(layout.bucket, layout.bounds, ratio, self.settings)
-        return replace(self, layout=layout, envelope=envelope, v=v, P=P, Q=Q, sums=tuple(sums), deferred=None)
+        return replace(self, layout=layout, envelope=envelope, v=v, P=P, Q=Q, deferred=None)
 
-    def chosen(self, epoch: int) -> "PowerSGDState":
-        """The state with which an epoch begins: Accordion chooses ranks at the end of an interval."""
-        accordion = self.rule.accordion
-        assert accordion is not None
-        if not accordion.ends_interval(self.regime.epoch, epoch):
-            return replace(self, regime=replace(self.regime, epoch=epoch))
-        sums: dict[str, tuple[float, float]] = {}
-        for batch, rows in zip(self.layout.batches, self.sums, strict=True):
-            for name, (squares, steps) in zip(self.layout.names(batch), rows.tolist(), strict=True):
-                sums[name] = squares, steps
-        regime = accordion.choose(replace(self.regime, epoch=epoch), sums)
-        return replace(self, regime=regime, sums=tuple(map(torch.zeros_like, self.sums))).updated()
+    def with_ranks(self: S, ranks: Mapping[str, int]) -> S:
+        """The state with these higher ranks for tensors, by name, where they save enough. If a rank falls, the
+        first rows of its factors stay.
+        """
+        return replace(self, ranks=ranks).updated()
 
 
 def stack(layout: Layout, batch: Batch, side: str, factors: list[Tensor]) -> Float32[Tensor, "B r d"]:
@@ -189,14 +169,14 @@ def stack(layout: Layout, batch: Batch, side: str, factors: list[Tensor]) -> Flo
 
 
 def check_factors(layout: Layout, tables: Tables) -> None:
-    """Raise ValueError if the factors and sums of a checkpoint cannot be those of the matrices of a layout."""
+    """Raise ValueError if the factors of a checkpoint cannot be those of the matrices of a layout."""
     for batch in layout.batches:
         for name in layout.names(batch):
-            found = [table for table in ("P", "Q", "sums") if name in tables[table]]
+            found = [table for table in ("P", "Q") if name in tables[table]]
             if not found:
                 continue
-            if len(found) < 3:
-                raise ValueError(f"{name} has {' and '.join(found)} alone, and needs all of P, Q and sums")
+            if len(found) < 2:
+                raise ValueError(f"{name} has {found[0]} alone, and needs P and Q")
             P, Q = factors = [tables[side][name] for side in ("P", "Q")]
             for side, factor in zip(("P", "Q"), factors, strict=True):
                 _, _, length = batch.factor_shape(side)
@@ -205,7 +185,6 @@ def check_factors(layout: Layout, tables: Tables) -> None:
                     raise ValueError(f"{side} of {name} has shape {tuple(factor.shape)}, not ({length}, rank)")
             if P.shape[1] != Q.shape[1]:
                 raise ValueError(f"P and Q of {name} have different ranks, {P.shape[1]} and {Q.shape[1]}")
-            check_tensor(f"sums of {name}", tables["sums"][name], (2,), torch.float64, least=0, most=torch.inf)
 
 
 def restored(
@@ -280,8 +259,6 @@ class PowerSGDCompressor(Compressor):
         epsilon (float), orthogonalization (str): see `dgc.compression.matrices.orthonormalize`.
         start_compressing_after_num_steps (int): uncompressed steps at the start (100 in the reference code).
         wire (str): "fp32", or "fp16" to send all numbers in 2 bytes. The residual includes the rounding errors.
-        high_rank (int, optional): adapt the rank from `rank` to this; see `Accordion`. Needs begin_epoch.
-        rank_change (float), rank_every (int): for high_rank, relative change of the norm, and interval in epochs.
         seed (int): seed of the random factors.
 
     Raises:
@@ -313,9 +290,6 @@ class PowerSGDCompressor(Compressor):
         orthogonalization: str = "auto",
         start_compressing_after_num_steps: int = 0,
         wire: str = "fp32",
-        high_rank: int | None = None,
-        rank_change: float = 0.5,
-        rank_every: int = 1,
         seed: int = 0,
     ):
         check_choice(("residual", "paper", "square"), mode=mode)
@@ -326,8 +300,6 @@ class PowerSGDCompressor(Compressor):
                 raise ValueError(f"{name} must be at least 1, not {value}")
         if mode != "residual" and num_iters_per_step != 1:
             raise ValueError(f"num_iters_per_step requires mode='residual'; {mode!r} sends P and Q once")
-        if high_rank is not None and mode == "square":
-            raise ValueError("high_rank is chosen for each tensor, and mode='square' has one matrix for all")
         if not 0 < epsilon < 1:
             raise ValueError(f"epsilon must lie between 0 and 1, not {epsilon}")
         if not min_compression_rate >= 0 or start_compressing_after_num_steps < 0:
@@ -336,13 +308,12 @@ class PowerSGDCompressor(Compressor):
         self.mode, self.num_iters_per_step, self.warm_start = mode, num_iters_per_step, warm_start
         self.error_feedback, self.epsilon, self.orthogonalization = error_feedback, epsilon, orthogonalization
         self.start_compressing_after_num_steps = start = start_compressing_after_num_steps
-        accordion = None if high_rank is None else Accordion(rank, high_rank, rank_change, rank_every)
         K, square = num_iters_per_step if mode == "residual" else 2, mode == "square"
-        self._rule = CompressionRule(rank, K, min_compression_rate, square, start, accordion)
+        self._rule = CompressionRule(rank, K, min_compression_rate, square, start)
         self._wire = CastValues(wire)
 
     def too_small(self, bucket: Bucket) -> list[Segment]:
-        dense = [bucket.segments[i] for i in self._rule.layout(bucket, self._rule.start, Regime()).dense]
+        dense = [bucket.segments[i] for i in self._rule.layout(bucket, self._rule.start, {}).dense]
         return [s for s in dense if len(s.shape) > 1 and min(s.shape[0], prod(s.shape[1:])) <= self.rank]
 
     def init(self, bucket: Bucket, size: int, rank: int) -> PowerSGDState:
@@ -359,10 +330,7 @@ class PowerSGDCompressor(Compressor):
             cast=Cast(wire.torch_dtype, *limits),
             keeps=self.error_feedback,
         )
-        return empty.with_factors({"P": {}, "Q": {}, "sums": {}}, zeros(bucket))
-
-    def at_epoch(self, bucket: Bucket, state: PowerSGDState, epoch: int) -> PowerSGDState:
-        return state if self._rule.accordion is None else state.chosen(epoch)
+        return empty.with_factors({"P": {}, "Q": {}}, zeros(bucket))
 
     def ratio_of(self, states: Sequence[tuple[Bucket, PowerSGDState]]) -> float:
         numel = sum(bucket.numel for bucket, _ in states)
@@ -370,7 +338,7 @@ class PowerSGDCompressor(Compressor):
 
     def floats_per_step(self, bucket: Bucket) -> float:
         """Numbers sent by a rank per compressed step of a bucket, averaged over two steps."""
-        return self._rule.floats_sent(self._rule.layout(bucket, self.start_compressing_after_num_steps, Regime()))
+        return self._rule.floats_sent(self._rule.layout(bucket, self.start_compressing_after_num_steps, {}))
 
     # --- one step ---------------------------------------------------------------------------------
 
@@ -382,10 +350,6 @@ class PowerSGDCompressor(Compressor):
             state = state.changed(deferred=None)
         step, residual = _Step(), self.mode == "residual"
         P, Q = yield from (self._residual if residual else self._paper)(state, step)
-        sums = state.sums
-        if self._rule.accordion is not None:
-            squares = ((U.bmm(U.mT) * W.bmm(W.mT)).sum((1, 2), dtype=torch.float64) for U, W in step.mean)
-            sums = tuple(s + torch.stack([q, torch.ones_like(q)], 1) for s, q in zip(sums, squares, strict=True))
         h = state.half_steps + (self.num_iters_per_step if residual and state.layout.batches else 0)
         state.layout.write(step.mean, step.dense, step.largest_bits)
         if step.reports is not None:  # one read of all that only the device knows
@@ -398,7 +362,7 @@ class PowerSGDCompressor(Compressor):
         R = max((U.shape[1] for U, _ in step.mean), default=1)
         # An element is a sum of R products with one factor of at most 1. This bound usually avoids the search.
         in_range = all(R * largest < torch.finfo(bucket.dtype).max for largest in step.largest)  # False for NaN
-        new = state.next(P=P, Q=Q, sums=sums, half_steps=h, deferred=step.sent)
+        new = state.next(P=P, Q=Q, half_steps=h, deferred=step.sent)
         message = None
         if any(step.nonfinite):
             message = first_nonfinite_message(bucket, map(state.layout.number_of, step.nonfinite))

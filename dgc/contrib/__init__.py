@@ -3,6 +3,7 @@
 They keep the laws of `dgc.testing` and have no kernels of their own. The paper is in the docstring of each file.
 """
 
+from dgc.contrib.accordion import AccordionCompressor as AccordionCompressor
 from dgc.contrib.choco import CHOCO as CHOCO
 from dgc.contrib.choco import Sign as Sign
 from dgc.contrib.choco import TopK as TopK

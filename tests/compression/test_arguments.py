@@ -13,7 +13,6 @@ from refusals import check_refusals
 from dgc import compression as methods
 from dgc import contrib
 from dgc.compression import DGCCompressor, SparseCompressor
-from dgc.compression.matrices import Accordion
 from dgc.compression.sparse import INDICES, MEMORIES, SELECTORS, VALUES, RatioWarmup
 from dgc.compression.uniform import DenseValuesCompressor
 from dgc.engine.agreement import describe
@@ -133,7 +132,7 @@ DGC = partial(DGCCompressor, 0.01, ResidualMemory())
 SPARSE = partial(DGC, vectors="sparse")
 CHUNKS = partial(methods.ChunkCompressor, compress_ratio=0.1, memory=NoMemory())
 POWERSGD = partial(methods.PowerSGDCompressor, 1)
-HIGH_RANK = partial(POWERSGD, high_rank=2)
+ACCORDION = partial(contrib.AccordionCompressor, 2)
 EF21 = partial(methods.EF21Compressor, DGC())
 DENSE_VALUES = "dense_values must be one of None, fp32, fp16, bf16, int8, not"
 EXCHANGE = "exchange must be one of all_gather.*, not"
@@ -177,11 +176,12 @@ ARGUMENTS: list[tuple[Any, dict[str, Any], str]] = [
     (POWERSGD, {"mode": "paper", "num_iters_per_step": 2}, "requires mode='residual'"),
     (POWERSGD, {"min_compression_rate": -1}, "must be at least 0"),
     (POWERSGD, {"wire": "bf16"}, "wire must be one of fp32, fp16"),
-    (HIGH_RANK, {"mode": "square"}, "chosen for each tensor"),
-    (HIGH_RANK, {"rank_every": 0}, "rank_every at least 1"),
+    (ACCORDION, {"high_rank": 4, "mode": "square"}, "chosen for each tensor"),
+    (ACCORDION, {"high_rank": 4, "every": 0}, "every at least 1"),
+    (ACCORDION, {"high_rank": 4, "change": 0.0}, "change must be positive"),
+    (ACCORDION, {"high_rank": 1}, "high_rank must be at least rank = 2, not 1"),
     (POWERSGD, {"orthogonalization": "svd"}, "orthogonalization must be one of auto, qr, gram_sch"),
     *((POWERSGD, {"epsilon": epsilon}, "epsilon must lie between 0 and 1") for epsilon in (0.0, -1.0, 1.0)),
-    (partial(Accordion, 4), {"high": 2}, "high_rank must be at least rank = 4, not 2"),
     (methods.Route, {"rules": []}, "at least one Rule"),
 ]
 
@@ -201,7 +201,6 @@ def test_what_each_compressor_refuses_also_states_of_others() -> None:
         (partial(states, powersgd, (30, 40), (5,)), low_rank, r"errors of another model: missing \['p1'\]"),
         (partial(states, powersgd, (40, 30)), low_rank, r"errors of p0 has shape \(30, 40\), not \(40, 30\)"),
         (of_matrix, {"errors": {}, "steps": 3}, other),
-        (partial(states, partial(powersgd, high_rank=4), (30, 40)), low_rank, "another high_rank"),
         (of_matrix, short["P"], r"P of p0 has shape \(1, \d+\), not \(30, rank\)"),
         (of_matrix, short["Q"], r"Q of p0 has shape \(1, \d+\), not \(40, rank\)"),
         *((squeeze, state, other) for state in ({**squeezed, "more": {"p0": 1}}, unserved)),

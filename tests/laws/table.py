@@ -309,6 +309,9 @@ feedback_qsgd = partial(methods.QSGDCompressor, 8, error_feedback=True)
 above = partial(dgc, ResidualMemory, selector=selection.Fixed(0.01))
 chunks_of_dgc = partial(Row, conserves=False, momentum=0.9, left=0.75)
 full_chunks, full_precise_chunks = chunks(ratio=1.0), chunks(ratio=1.0, dtype="fp32")
+accordion = partial(contrib.AccordionCompressor, min_compression_rate=0, num_iters_per_step=2)
+high_rank_bytes = partial(low_rank_bytes, {"rank": 2, "mode": "residual", "min_compression_rate": 0})
+high: dict[str, Any] = {"dense_limit": partial(accordion, 10**6, 10**6), "tolerance": 32 * 2.0**-24}
 svd: dict[str, Any] = {"dense_limit": partial(contrib.SVDCompressor, 1000), "tolerance": 64 * 2.0**-24}
 QUANTIZED = [
     dense_values("int8", 1, 4, 7),
@@ -333,6 +336,7 @@ QUANTIZED = [
     unbiased("natural", contrib.NaturalCompressor),
     biased("atomo", partial(contrib.AtomoCompressor, 2), by_shape=True),
     coded_row("svd", partial(contrib.SVDCompressor, 2), by_shape=True, **svd),
+    Row("accordion", partial(accordion, 1, 2), high_rank_bytes, by_shape=True, **high),
     half("random-k", contrib.RandomKCompressor, "fp32", 4, 4 * 2.0**-24),
     half("random-block-fp16", contrib.RandomBlockCompressor, "fp16", 2, HALF),
     vectors("exact", None),

@@ -46,8 +46,7 @@ MORE = {
     "outer steps over gossip": partial(gossiping, algorithm=lambda: OuterSteps(2, SGP(), SlowMo())),
     "DiLoCo in flight": partial(diloco, number=2, delay=1),
 }
-ACCORDION = partial(PowerSGDCompressor, 1, high_rank=2)
-METHODS = [(row.name, row.make) for row in TABLE] + [("accordion", ACCORDION)]
+METHODS = [(row.name, row.make) for row in TABLE]
 
 
 def is_known(path: Path, kind: str) -> bool:

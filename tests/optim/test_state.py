@@ -18,6 +18,7 @@ from torch import nn
 from dgc.comm.collectives import all_gather_object
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import DGCCompressor, OneBitAdamCompressor, PowerSGDCompressor
+from dgc.contrib import AccordionCompressor
 from dgc.optim import OneBitAdam, broadcast_optimizer_state, broadcast_parameters, redistribute
 from dgc.state import with_tensors
 
@@ -282,6 +283,6 @@ def test_what_steps_per_epoch_takes() -> None:
         refuse("steps_per_epoch must be", counting, nets.net(), None, wrong)  # before the transport is started
 
     # other methods get epochs too
-    compression = PowerSGDCompressor(1, min_compression_rate=0, high_rank=2)
+    compression = AccordionCompressor(1, 2, min_compression_rate=0)
     optimizer = nets.wrap(model := nets.net(), nets.alone(), compression=compression, steps_per_epoch=2)
     assert optimizer.compress_ratio > min(advance(model, optimizer, [0] * 7))

@@ -26,7 +26,8 @@ from torch import nn
 
 from dgc.comm import all_gather_object
 from dgc.comm.lockstep import LockstepWorld
-from dgc.compression import DGCCompressor, PowerSGDCompressor, ThresholdCompressor
+from dgc.compression import DGCCompressor, ThresholdCompressor
+from dgc.contrib import AccordionCompressor
 from dgc.engine.redistribute import blend, merge, redistribute, select, shares
 from dgc.memory import DGCSGDMemory, ResidualMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
@@ -41,7 +42,7 @@ METHODS: dict[str, Any] = {
     "dgc": lambda: DGCCompressor(0.05, DGCSGDMemory(0.9)),
     "residual": lambda: DGCCompressor(0.05, ResidualMemory()),
     "dgc int8 vectors": lambda: DGCCompressor(0.05, DGCSGDMemory(0.9), dense_values="int8"),
-    "powersgd": lambda: PowerSGDCompressor(2, high_rank=3),
+    "powersgd": lambda: AccordionCompressor(2, 3),
     "2bit": lambda: ThresholdCompressor(threshold=0.1),
 }
 # (ranks, ranks of each machine; None: all ranks alike)
