@@ -59,11 +59,14 @@ def sparse(of: int, steps: int) -> Words:
     return "configs/local/sparseloco.py", *chosen, every(steps)
 
 
+ZERO_ONE_ADAM = ("configs/adam/__init__.py", "configs/contrib/zero_one_adam.py")
+
+
 def zero_one(updates: int, clipper: int) -> Words:
     """The second moment is updated in fp16 during the first 200 steps. Gaps then double every 50 steps."""
     settings = {"var_freeze_step": 200, "local_step_scaler": 50, "var_update_scaler": updates}
     words = (f"{LOCAL}.{key}={value}" for key, value in {**settings, "local_step_clipper": clipper}.items())
-    return "configs/adam/zero_one_adam.py", "configs/adam/fp16.py", *words
+    return *ZERO_ONE_ADAM, "configs/adam/fp16.py", *words
 
 
 MOMENTUM = (
@@ -131,7 +134,7 @@ WITH_ADAM: dict[str, Words] = {
     "dgc-adam": ("configs/adam/dgc_adam.py",),
     "dgc-adam-0.1-percent": ("configs/adam/dgc_adam.py", f"{COMPRESSION}.compress_ratio=0.001"),
     "onebit-adam": ("configs/adam/onebit_adam.py",),
-    "zero-one-adam": ("configs/adam/zero_one_adam.py",),
+    "zero-one-adam": ZERO_ONE_ADAM,
     "zero-one-h10": zero_one(8, 10),
     "zero-one-h6": zero_one(4, 6),
 }

@@ -21,9 +21,9 @@ import dgc.fsdp
 import dgc.optim
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import DGCCompressor, PowerSGDCompressor, QSGDCompressor, Route, Rule
-from dgc.contrib import CHOCO, TopK
+from dgc.contrib import CHOCO, TopK, ZeroOneAdam
 from dgc.gossip import OSGP, SGP, FlatModel, from_weights, grid, ring
-from dgc.local import Nesterov, OuterSteps, ZeroOneAdam
+from dgc.local import Nesterov, OuterSteps
 from dgc.memory import DGCSGDMemory, ResidualMemory
 from dgc.optim import DistributedOptimizer, LocalOptimizer, redistribute
 from dgc.selection import Sampled

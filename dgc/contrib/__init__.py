@@ -16,3 +16,5 @@ from dgc.contrib.random_k import RandomKCompressor as RandomKCompressor
 from dgc.contrib.svd import AtomoCompressor as AtomoCompressor
 from dgc.contrib.svd import SVDCompressor as SVDCompressor
 from dgc.contrib.terngrad import TernGradCompressor as TernGradCompressor
+from dgc.contrib.zero_one_adam import ZeroOneAdam as ZeroOneAdam
+from dgc.contrib.zero_one_adam import ZeroOneSteps as ZeroOneSteps

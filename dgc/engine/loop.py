@@ -43,7 +43,6 @@ from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
 from dgc.compression.protocol import DenseResult, Result, check_means
 from dgc.engine.buckets import PlannedBucket
-from dgc.engine.state import BucketStates
 from dgc.engine.steps import check_not_running
 
 NO_STREAM = nullcontext()
@@ -176,7 +175,6 @@ class Running(NamedTuple):
 
     position: int
     plan: PlannedBucket
-    states: BucketStates
     conversation: RunningConversation[Result]
     side: SideStream | None
 
@@ -258,30 +256,26 @@ class Engine:
         self._started.clear()
         self._waiting.clear()
 
-    def start(self, g: int, states: BucketStates | None = None, suffix: str = "") -> None:
-        """Start the buckets of group number `g`.
-
-        states: Of another compressor, in place of those of the plan. suffix: Added to the names of messages.
-        Messages of one name must always have the same size.
-        """
+    def start(self, g: int) -> None:
+        """Start the buckets of group number `g`."""
         if not self.in_flight:
             self._begin_step()
             self.in_flight = True
         for plan in self.groups[g]:
             if self._counts_dense:
                 self.meter.count_dense(plan.bucket.numel, self._transport.size)
-            side, own = self.streams.get(plan.bucket.device), states or plan.states
+            side = self.streams.get(plan.bucket.device)
             with side.after_caller() if side else NO_STREAM, self.intact:
                 if self.loss_scale.enabled:
                     self.loss_scale.divide_(plan.bucket.flat)
                 conversation = RunningConversation(
-                    plan.bucket.name + suffix,
-                    own.reduce(plan.bucket),
+                    plan.bucket.name,
+                    plan.states.reduce(plan.bucket),
                     self._transport,
                     self.meter,
                     self._communicators,
                 )
-            running = Running(self._position[plan.bucket.name], plan, own, conversation, side)
+            running = Running(self._position[plan.bucket.name], plan, conversation, side)
             self._started.append(running)
             self._waiting.append(running)
 
@@ -333,7 +327,7 @@ class Engine:
             reason = reason if judge is None else judge(reason)
             if reason is not None:
                 for running in started:
-                    running.states.rollback(running.plan.bucket)
+                    running.plan.states.rollback(running.plan.bucket)
             return Outcome(results, reason)
 
     def _explain(self, results: list[tuple[PlannedBucket, Result]]) -> str | None:

@@ -32,8 +32,8 @@ class ShardedLocalOptimizer(LocalOptimizer):
     Args:
         optimizer: The optimizer of the sharded parameters.
         model: The model, on which `fully_shard` was called last, with `local_mesh(transport)`.
-        method: `dgc.local.OuterSteps`, or another synchronous algorithm, but not `ZeroOneSteps`. A compressor that
-            needs a matrix gets this rank's rows of the parameter.
+        method: `dgc.local.OuterSteps`, or another synchronous algorithm that takes any optimizer. A compressor
+            that needs a matrix gets this rank's rows of the parameter.
         transport: Connects all ranks, with groups inside and between machines: `connect(hierarchical=True)`, and
             `point_to_point=True` for algorithms that send to single neighbours.
         nonfinite: As for LocalOptimizer. The ranks of a machine respond together.

@@ -17,11 +17,12 @@ from dgc.arguments import FLAG, NOTHING, NUMBER, checked, require
 from dgc.bucket import Segment
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
+from dgc.compression.protocol import Compressor
 from dgc.compression.route import Route
 from dgc.engine.agreement import Agreement
 from dgc.engine.buckets import MEGABYTE, PlannedBucket, keep_states, plan_buckets, states_in_order
 from dgc.engine.loop import Engine, warn_of_drop
-from dgc.engine.options import register_compressors
+from dgc.engine.options import as_route, register_compressors
 from dgc.engine.state import named_methods, texts
 from dgc.gossip.model import FlatModel
 from dgc.local.optimizers import OuterOptimizer
@@ -124,8 +125,8 @@ class Fragment:
 
 ERRORS = ("errors", "residuals")  # tables of a compressor's state with what a rank has not sent
 AGREE = (
-    "every rank must step its optimizers in the same order, and SlowMo and 0/1 Adam need the same learning rate "
-    "on all ranks: give a ReduceLROnPlateau the mean of their losses"
+    "every rank must step its optimizers in the same order, and an exchange that reads the learning rate, as that "
+    "of SlowMo, needs the same one on all ranks: give a ReduceLROnPlateau the mean of their losses"
 )
 
 
@@ -193,6 +194,66 @@ class ModelExchange:
         for load in self.check(state):
             load()
         self.dropped = state["dropped"]
+
+
+class BufferExchange(ModelExchange):
+    """Exchanges buffers in fp32, whose means over the ranks replace them. Construction is collective.
+
+    A subclass sets `what` and `counter`. A method of local steps fills the buffers, calls `average`, and saves and
+    loads `state_dict` with its own state.
+
+    Args:
+        model: The buffers have the names and shapes of its parameters.
+        compression: Averages the buffers.
+        bucket_mb: Largest size of a message's tensors in MB (2**20 bytes of fp32).
+        transport, meter: Those of `Gossip.start`.
+        name: Prefix of messages, unique on the transport.
+
+    Attributes:
+        parts: The buffers by name, zero at first.
+        dropped: Number of exchanges whose means were not finite.
+
+    Example:
+        >>> class Sums(BufferExchange):
+        ...     what, counter = "an exchange of sums", "dropped_sums"
+        >>> flat = FlatModel(list(model.named_parameters()))
+        >>> sums = Sums(flat, DenseCompressor(), 25.0, transport, TrafficMeter(), "sums")
+        >>> sums.average(step=1)
+        True
+    """
+
+    def __init__(
+        self,
+        model: FlatModel,
+        compression: Compressor | Route,
+        bucket_mb: float,
+        transport: Transport,
+        meter: TrafficMeter,
+        name: str,
+    ):
+        named = [(s.name, s.of(model.z)) for s in model.segments]
+        self._planned = plan_buckets(named, as_route(compression).compressor_for, bucket_mb, name)
+        super().__init__([[plan] for plan in self._planned], named, transport, meter, name)
+        self.parts = {s.name: s.of(plan.bucket.flat) for plan in self._planned for s in plan.bucket.segments}
+
+    def zero_(self) -> None:
+        """Set all buffers to zero."""
+        for plan in self._planned:
+            plan.bucket.flat.zero_()
+
+    def average(self, **common: object) -> bool:
+        """Replace the buffers by their means, and return True. If these are not finite, return False.
+
+        common: What must be equal on every rank, by name. ValueError on every rank if it is not.
+        """
+        with self._agreement.exchange():
+            self._agreement.begin(**common)
+            for b in range(len(self._planned)):
+                self._engine.start(b)
+            reason = self._finish()
+        if reason is not None:
+            self._drop(reason)
+        return reason is None
 
 
 @checked

@@ -1,5 +1,5 @@
-"""0/1 Adam, as defined by its paper: Lu, Li, Zhang, De Sa, He, ICLR 2023, arXiv 2202.06009, Algorithm 1. The fast
-implementation is `dgc.local.ZeroOneAdam` with `dgc.local.ZeroOneSteps`.
+"""0/1 Adam, as defined by its paper: Lu, Li, Zhang, De Sa, He, ICLR 2023, arXiv 2202.06009, Algorithm 1. The
+other implementation is `dgc.contrib.ZeroOneAdam` with `dgc.contrib.ZeroOneSteps`.
 
 Worker i of n, with its own m, x and u, and C of 1-bit Adam. t' is the last step in T_u. In step t = 0, 1, ..
 

@@ -31,10 +31,9 @@ from dgc import gossip
 from dgc.comm.collectives import all_gather_object, barrier, broadcast_object
 from dgc.comm.lockstep import LockstepTransport, LockstepWorld
 from dgc.compression import Compressor, DGCCompressor, OneBitAdamCompressor, QSGDCompressor
-from dgc.contrib import CHOCO
+from dgc.contrib import CHOCO, ZeroOneAdam, ZeroOneSteps
 from dgc.gossip import Gossip, HierarchicalGossip
 from dgc.gossip.graphs import bipartite_complete
-from dgc.local import ZeroOneAdam, ZeroOneSteps
 from dgc.memory import ClipByGlobalNorm, ClipByNorm, ClipByValue, Clipping, DGCSGDMemory
 from dgc.optim import LocalOptimizer, OneBitAdam
 from dgc.testing import LIKE, Fleet, gradients

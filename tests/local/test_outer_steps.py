@@ -19,8 +19,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from dgc import compression as methods
 from dgc import contrib
 from dgc.comm.lockstep import LockstepWorld
+from dgc.contrib import ZeroOneAdam, ZeroOneSteps
 from dgc.gossip import ADPSGD, OSGP, SGP, HierarchicalGossip, star
-from dgc.local import Nesterov, OuterSteps, Ramp, SlowMo, ZeroOneAdam, ZeroOneSteps
+from dgc.local import Nesterov, OuterSteps, Ramp, SlowMo
 from dgc.memory import DGCSGDMemory, ResidualMemory
 from dgc.optim import LocalOptimizer, MuonWithAdamW
 from dgc.wire import RiceIndices, TwoBitValues

@@ -16,7 +16,7 @@ from refusals import check_refusals, refuse
 
 from dgc import compression as methods
 from dgc.comm.lockstep import LockstepWorld
-from dgc.local import ZeroOneSteps
+from dgc.contrib import ZeroOneSteps
 from dgc.memory import DGCSGDMemory, ResidualMemory
 from dgc.optim import DGCAdam, DistributedOptimizer, OneBitAdam
 from dgc.testing import Fleet

@@ -12,8 +12,9 @@ from torch.overrides import TorchFunctionMode
 
 from dgc import compression as methods
 from dgc.comm.lockstep import LockstepWorld
+from dgc.contrib import ZeroOneAdam, ZeroOneSteps
 from dgc.gossip import SGP
-from dgc.local import Nesterov, OuterSteps, SlowMo, ZeroOneAdam, ZeroOneSteps
+from dgc.local import Nesterov, OuterSteps, SlowMo
 from dgc.optim import DGCSGD, DGCAdam, LocalOptimizer, MuonWithAdamW, OneBitAdam, muon_groups
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")

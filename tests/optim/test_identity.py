@@ -20,9 +20,10 @@ from dgc.aggregate import Config, PowerSGD, optimizer_step
 from dgc.comm import all_gather_object
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import SparseCompressor
+from dgc.contrib import ZeroOneAdam, ZeroOneSteps
 from dgc.ddp import compress
 from dgc.gossip import OSGP, SGP
-from dgc.local import Nesterov, OuterSteps, ZeroOneAdam, ZeroOneSteps
+from dgc.local import Nesterov, OuterSteps
 from dgc.memory import DGCSGDMemory, ResidualMemory
 from dgc.optim import broadcast_optimizer_state, redistribute
 

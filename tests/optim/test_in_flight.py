@@ -13,7 +13,8 @@ from torch.nn.utils import clip_grad_norm_
 from dgc.comm import AllReduce
 from dgc.compression import DenseCompressor, PowerSGDCompressor, QSGDCompressor, TwoPhaseCompressor
 from dgc.compression.protocol import DenseResult, Reduced, StatelessCompressor
-from dgc.local import Nesterov, OuterSteps, ZeroOneAdam, ZeroOneSteps
+from dgc.contrib import ZeroOneAdam, ZeroOneSteps
+from dgc.local import Nesterov, OuterSteps
 from dgc.optim import LocalOptimizer
 
 RECIPE = r"call optimizer\.synchronize\(\) first, then clip, then step\(\) inside optimizer\.skip_synchronize\(\)"

@@ -11,7 +11,7 @@ import torch
 from optim import nets
 from refusals import refuse
 
-from dgc.local import ZeroOneAdam
+from dgc.contrib import ZeroOneAdam
 from dgc.optim import DGCSGD, DGCAdam, MuonWithAdamW, OneBitAdam, muon_groups
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")

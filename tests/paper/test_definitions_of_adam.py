@@ -13,8 +13,8 @@ from dgc.bucket import make_bucket
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import OneBitAdamCompressor
 from dgc.compression.double_squeeze import divide_into_chunks
-from dgc.local import ZeroOneAdam, ZeroOneSteps
-from dgc.local.zero_one_steps import ZeroOneSchedule
+from dgc.contrib import ZeroOneAdam, ZeroOneSteps
+from dgc.contrib.zero_one_adam import ZeroOneSchedule
 from dgc.optim import DistributedOptimizer, LocalOptimizer, OneBitAdam
 from dgc.paper.onebit_adam import onebit_adam
 from dgc.paper.zero_one_adam import synchronization_steps, variance_steps, zero_one_adam

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dgc.comm.lockstep import LockstepWorld
+from dgc.contrib import ZeroOneSteps
 from dgc.fsdp import ShardedLocalOptimizer
 from dgc.gossip import SGP, HierarchicalGossip
-from dgc.local import Nesterov, OuterSteps, ZeroOneSteps
+from dgc.local import Nesterov, OuterSteps
 from dgc.optim import LocalOptimizer
 
 

@@ -39,7 +39,7 @@ BEFORE = {  # what stands before a file, or before those of a folder; otherwise 
     **dict.fromkeys(("gossip/fp16", "gossip/bf16", "gossip/int8"), [CNN, SGP]),
     **dict.fromkeys(("numwords/sgd", "numwords/by_epoch"), ["configs/numwords/tiny.py"]),
     "pysource/sgd": ["configs/pysource/lstm.py"], "pysource/gpt2_small": ["configs/pysource/gpt.py"],
-    "adam/fp16": [CNN, "configs/adam/onebit_adam.py"],
+    "adam/fp16": [CNN, "configs/adam/onebit_adam.py"], "contrib/zero_one_adam": [CNN, "configs/adam"],
 }  # fmt: skip
 PYTHON = """
 configs.train.optimizer = Config(torch.optim.Adam)
@@ -369,10 +369,10 @@ configs.train.compression.memory.momentum = configs.train.optimizer.momentum
     "dgc/dense_first.py": "configs.train.compression.update(warmup_epochs=1, warmup_coeff=[1])\n",
     "dgc/half.py": "configs.train.compression.fp16_values = True\n",
 }
-DILOCO, ZERO_ONE = "configs/local/diloco.py", "configs/adam/zero_one_adam.py"
+DILOCO, ZERO_ONE = "configs/local/diloco.py", ["configs/adam", "configs/contrib/zero_one_adam.py"]
 STACKS = [
     [DILOCO], [SGP, "configs/local/slowmo.py"], [SGP, "configs/gossip/machines.py", "configs/local/pga.py"],
-    [DILOCO, "configs/local/machines.py"], ["configs/local/sparseloco.py", "configs/local/ramp.py"], [ZERO_ONE],
+    [DILOCO, "configs/local/machines.py"], ["configs/local/sparseloco.py", "configs/local/ramp.py"], ZERO_ONE,
 ]  # fmt: skip
 
 

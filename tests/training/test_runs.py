@@ -50,7 +50,7 @@ LSTM += "train.check_replicas_every=2 data.num_threads_per_worker=1".split()
 NUMWORDS = "dataset.root=ROOT dataset.train_numbers=400 dataset.test_numbers=5 model.dropout=0.2".split()
 NUMWORDS += "train.batch_size=400 train.num_batches_per_step=2 train.num_epochs=2 train.checkpoint_every=3".split()
 NUMWORDS.append("data.num_threads_per_worker=1")
-WM0, WM5, ZERO_ONE_ADAM = "configs/dgc/wm0.py", "configs/dgc/wm5.py", "configs/adam/zero_one_adam.py"
+WM0, WM5, ZERO_ONE_ADAM = "configs/dgc/wm0.py", "configs/dgc/wm5.py", "configs/contrib/zero_one_adam.py"
 WIKITEXT, TRANSLATION = "configs/wikitext/lstm.py", "configs/numwords/tiny.py"
 MULTISTEP = "train: {scheduler: {_target_: torch.optim.lr_scheduler.MultiStepLR, milestones: [1]}}"
 ONE_CYCLE = "train: {scheduler: {_target_: torch.optim.lr_scheduler.OneCycleLR, max_lr: 0.2, total_steps: 40, "
@@ -104,7 +104,7 @@ ROWS = [
     Row("after a milestone", [CNN, WM5, MULTISTEP], SCHEDULED, SCHEDULE_STARTS),
     Row("one cycle", [CNN, WM5, ONE_CYCLE], SCHEDULED, SCHEDULE_STARTS),
     Row("1-bit Adam in either stage", [CNN, "configs/adam/onebit_adam.py"], ONEBIT_ADAM, ADAM_STARTS, **ON_3),
-    Row("0/1 Adam", [CNN, ZERO_ONE_ADAM], ZERO_ONE, ADAM_STARTS[:1], check=between_two_exchanges),
+    Row("0/1 Adam", [CNN, "configs/adam", ZERO_ONE_ADAM], ZERO_ONE, ADAM_STARTS[:1], check=between_two_exchanges),
     Row("SGP", [CNN, "configs/gossip/sgp.py"], GOSSIP, MID),
     Row("OSGP", [CNN, "configs/gossip/osgp.py"], GOSSIP, MID, **ON_3),
     Row("DPSGD", [CNN, "configs/gossip/dpsgd.py"], GOSSIP, MID),
@@ -169,9 +169,11 @@ ON_2_RANKS = {
         ("gossip/sgp topology/star", "train.gossip.graph.hub=7", "star with 2 ranks: hub"),
         ("gossip/adpsgd", "", r"connect\(point_to_point=True\)"), ("dgc/wm0 adam/onebit_adam", "", "train.dgc"),
         ("gossip/adpsgd", "train.checkpoint_every=5", "train.checkpoint_every null"),
-        *((f"adam/{name} quant/qsgd", "", "train.compression._target_") for name in ("zero_one_adam", "dgc_adam")),
+        ("adam/dgc_adam quant/qsgd", "", "train.compression._target_"),
+        ("adam/__init__ contrib/zero_one_adam quant/qsgd", "", "train.compression._target_"),
+        ("contrib/zero_one_adam", "", "0/1 Adam needs Adam, .* stack configs/adam before"),
         ("adam/onebit_adam quant/qsgd", "", "train.compression._target_"),
-        ("adam/zero_one_adam local/diloco", "", "train.local._target_"),
+        ("adam/__init__ contrib/zero_one_adam local/diloco", "", "train.local._target_"),
         ("adam/dgc dgc/wm0", "", "optimizer is torch.optim.AdamW"), ("adam/onebit_adam adam/dgc", "", "_target_"),
         ("adam/dgc adam/fp16", "", "has no steps that send gradients without compression"),
         ("", "train.hierarchical=maybe", "train.hierarchical is 'maybe', not auto, on or off"),

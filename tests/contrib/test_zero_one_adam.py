@@ -13,8 +13,9 @@ from optim.nets import alone, net, wrap
 from refusals import check_refusals
 
 from dgc.compression import DGCCompressor, FP16Compressor, OneBitAdamCompressor
-from dgc.local import OuterSteps, ZeroOneAdam, ZeroOneSteps
-from dgc.local.zero_one_steps import ZeroOneSchedule
+from dgc.contrib import ZeroOneAdam, ZeroOneSteps
+from dgc.contrib.zero_one_adam import ZeroOneSchedule
+from dgc.local import OuterSteps
 from dgc.optim import DistributedOptimizer, LocalOptimizer
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")

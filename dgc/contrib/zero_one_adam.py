@@ -46,17 +46,13 @@ from dgc.arguments import NUMBER, WHOLE, checked, require
 from dgc.comm.conversation import without_autocast
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
+from dgc.compression import Compressor, DoubleSqueezeCompressor, Route, StatelessCompressor
 from dgc.compression.dense import for_gradients
-from dgc.compression.double_squeeze import DoubleSqueezeCompressor
-from dgc.compression.protocol import Compressor, StatelessCompressor
-from dgc.compression.route import Route
 from dgc.engine.agreement import check_equal, check_settings
-from dgc.engine.buckets import plan_buckets
 from dgc.engine.options import as_route, check_adam, check_saved_groups, loss_of
-from dgc.engine.state import BucketStates
 from dgc.gossip.model import FlatModel
 from dgc.gossip.protocol import Gossip
-from dgc.local.exchange import ModelExchange
+from dgc.local import BufferExchange
 from dgc.local.steps import COMMON_START, check_momentum
 from dgc.state import check_tensor
 
@@ -213,41 +209,8 @@ class ZeroOneSchedule:
         return count
 
 
-class ZeroOneExchange(ModelExchange):
-    """Buffers in fp32, by parameter name, whose means over the ranks replace them. See `ModelExchange`."""
-
+class ZeroOneExchange(BufferExchange):
     what, counter = "an exchange of 0/1 Adam", "dropped_exchanges"
-
-    def __init__(
-        self, model: FlatModel, steps: "ZeroOneSteps", transport: Transport, meter: TrafficMeter, name: str
-    ):
-        named = [(s.name, s.of(model.z)) for s in model.segments]
-        self._planned = plan_buckets(named, steps.compression.compressor_for, steps.bucket_mb, name)
-        super().__init__([[plan] for plan in self._planned], named, transport, meter, name)
-        self.parts = {s.name: s.of(plan.bucket.flat) for plan in self._planned for s in plan.bucket.segments}
-        self._gradients = BucketStates(steps.gradients)
-        for plan in self._planned:
-            self._gradients.add(plan.bucket, transport.size, transport.rank)
-
-    def zero_(self) -> None:
-        for plan in self._planned:
-            plan.bucket.flat.zero_()
-
-    def average(self, common: Mapping[str, object], are_gradients: bool = False) -> bool:
-        """Replace the buffers by their means, and return True. If these are not finite, return False.
-
-        common: What must be equal on every rank, by name. ValueError on every rank if it is not. are_gradients:
-        The buffers hold gradients, to be sent by `gradients` without a residual.
-        """
-        with self._agreement.exchange():
-            self._agreement.begin(are_gradients=are_gradients, **common)
-            states, suffix = (self._gradients, ".gradients") if are_gradients else (None, "")
-            for b in range(len(self._planned)):
-                self._engine.start(b, states, suffix)
-            reason = self._finish()
-        if reason is not None:
-            self._drop(reason)
-        return reason is None
 
 
 PARTS = ("z", "z0", "u")
@@ -255,7 +218,7 @@ PARTS = ("z", "z0", "u")
 
 @dataclass(frozen=True, eq=False)
 class _Tensor:
-    """A parameter, the number of its group, and its parts of x, x' and u."""
+    """A parameter, the number of its group, its parts of x, x' and u, and the mean of its gradient."""
 
     name: str
     parameter: Tensor
@@ -263,6 +226,7 @@ class _Tensor:
     z: Tensor
     z0: Tensor
     u: Tensor
+    mean: Tensor
 
 
 class ZeroOneSteps(Gossip):
@@ -327,8 +291,8 @@ class ZeroOneSteps(Gossip):
     def use_optimizer(self, optimizer: Optimizer) -> None:
         if not isinstance(optimizer, ZeroOneAdam):
             raise ValueError(
-                f"ZeroOneSteps exchanges the momentum of a dgc.local.ZeroOneAdam, and {type(optimizer).__name__} "
-                "does not share its own: wrap a ZeroOneAdam, or use OuterSteps"
+                f"ZeroOneSteps exchanges the momentum of a ZeroOneAdam, and {type(optimizer).__name__} does not "
+                "share its own: wrap a dgc.contrib.ZeroOneAdam, or use OuterSteps"
             )
         self._adam = optimizer
 
@@ -337,14 +301,17 @@ class ZeroOneSteps(Gossip):
         adam = self.adam
         self.rates = [0.0 for _ in adam.param_groups]  # sum of gamma since the last exchange
         check_settings(transport, f"{name}.optimizer", **self._common())
-        self.exchange = ZeroOneExchange(model, self, transport, meter, f"{name}.u")
+        size, to = self.bucket_mb, (transport, meter)
+        self.exchange = ZeroOneExchange(model, self.compression, size, *to, f"{name}.u")
+        self._mean_gradients = ZeroOneExchange(model, self.gradients, size, *to, f"{name}.gradients")
         self._methods = self.exchange.states
         group_of = {p: g for g, group in enumerate(adam.param_groups) for p in group["params"]}
         check_equal(model.z, transport, f"{name}.equal", "model at the start", COMMON_START)
         self._z0 = model.z.clone()
         self._tensors = [
-            _Tensor(s.name, p, group_of[p], s.of(model.z), s.of(self._z0), self.exchange.parts[s.name])
+            _Tensor(s.name, p, group_of[p], s.of(model.z), s.of(self._z0), u, self._mean_gradients.parts[s.name])
             for s, p in zip(model.segments, model.parameters, strict=True)
+            for u in (self.exchange.parts[s.name],)
         ]
         adam.buffers = {tensor.parameter: tensor.u for tensor in self._tensors}
 
@@ -386,16 +353,17 @@ class ZeroOneSteps(Gossip):
 
     def _update_variance(self) -> None:
         """A step of T_v, of all ranks alike. u is zero before and after it."""
+        self._mean_gradients.zero_()
         for tensor in self._tensors:
             if tensor.parameter.grad is not None:
-                tensor.u.copy_(dense(tensor.parameter.grad))
-        is_finite = self.exchange.average(self._common(), are_gradients=True)
+                tensor.mean.copy_(dense(tensor.parameter.grad))
+        is_finite = self._mean_gradients.average(**self._common())
         self.adam.advance(updates_variance=is_finite)
         if is_finite:
             for tensor in self._tensors:
                 if tensor.parameter.grad is None:
                     tensor.parameter.grad = torch.zeros_like(tensor.parameter)
-                tensor.parameter.grad.copy_(tensor.u)
+                tensor.parameter.grad.copy_(tensor.mean)
             self.adam.step()
             self.model.gather()
         self.restart()
@@ -412,7 +380,7 @@ class ZeroOneSteps(Gossip):
 
     def _synchronize(self) -> None:
         """A step of T_u: take m and x of all ranks from the mean of u."""
-        if not self.exchange.average(self._common()):
+        if not self.exchange.average(**self._common()):
             self.exchange.zero_()
         groups = self.adam.param_groups
         for tensor in self._tensors:
@@ -436,14 +404,16 @@ class ZeroOneSteps(Gossip):
 
     def metrics(self) -> dict[str, float]:
         interval = self.schedule.interval(self.adam.steps)
-        return {"interval": float(interval), "dropped_exchanges": float(self.exchange.dropped)}
+        dropped = self.exchange.dropped + self._mean_gradients.dropped
+        return {"interval": float(interval), "dropped_exchanges": float(dropped)}
 
     def errors(self) -> Iterable[Tensor]:
         return self.exchange.errors()
 
     def _state(self) -> dict[str, Any]:
         parts = {part: {t.name: getattr(t, part).clone() for t in self._tensors} for part in PARTS}
-        return {**parts, "rates": list(self.rates), "local_steps": self.local_steps, **self.exchange.state_dict()}
+        counts = {"local_steps": self.local_steps, "dropped_gradients": self._mean_gradients.dropped}
+        return {**parts, "rates": list(self.rates), **counts, **self.exchange.state_dict()}
 
     def _check_content(self, state: Mapping[str, Any]) -> None:
         for part in PARTS:
@@ -463,3 +433,4 @@ class ZeroOneSteps(Gossip):
                 getattr(tensor, part).copy_(state[part][tensor.name])
         self.model.scatter()
         self.rates, self.local_steps = list(state["rates"]), state["local_steps"]
+        self._mean_gradients.dropped = state["dropped_gradients"]

@@ -1,9 +1,15 @@
-"""0/1 Adam (Lu et al. 2022, arXiv 2202.06009): ever fewer dense steps, then local steps and their sum in 1 bit."""
+"""0/1 Adam (Lu et al. 2022, arXiv 2202.06009): ever fewer dense steps, then local steps and their sum in 1 bit.
 
-from dgc.local import ZeroOneAdam, ZeroOneSteps
+It keeps the settings of the Adam or AdamW before it: of the experiment, or of configs/adam.
+"""
+
+from dgc.contrib import ZeroOneAdam, ZeroOneSteps
 from dgc_training.config import Config, configs
 
-configs.train.optimizer._target_ = ZeroOneAdam
+optimizer = configs.train.optimizer
+if optimizer._target_ not in ("torch.optim.Adam", "torch.optim.AdamW"):
+    raise ValueError(f"0/1 Adam needs Adam, and not {optimizer._target_}: stack configs/adam before this file")
+optimizer._target_ = ZeroOneAdam
 
 configs.train.local = Config(ZeroOneSteps)
 configs.train.local.var_freeze_step = 100  # the second moment stays from then on, and local steps begin
@@ -14,6 +20,7 @@ configs.train.local.gradients = None  # those that update the second moment: fp3
 
 configs.requires["train.optimizer._target_"] = configs.train.optimizer._target_
 configs.requires["train.local._target_"] = configs.train.local._target_
+configs.requires["train.dgc"] = False  # momentum before compression is not for Adam
 configs.requires["train.gossip"] = None  # ranks train alone between exchanges
 configs.requires["train.compression._target_"] = "dgc.compression.DenseCompressor"  # no gradients are compressed
 configs.requires["train.check_replicas_every"] = 0  # models differ between exchanges
