@@ -161,10 +161,6 @@ class TritonBlocks(Blocks):
         self._launch = Launcher(INTERPRETED)
         self._tables = WeakTensorKeyDictionary()
 
-    @property
-    def launches(self) -> int:
-        return self._launch.launches
-
     def encode_into_(self, v: Dense, bounds: Bounds, code: BlockCode, rows: Rows, kept: Dense | None) -> None:
         each = rows.shape[1] // code.row_bytes(1)
         table, residual = self._table(bounds, code, len(rows) * each), v[:0] if kept is None else kept

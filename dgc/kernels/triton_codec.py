@@ -1006,14 +1006,10 @@ def merge(
 
 
 class TritonCodec(Codec):
-    """The kernels above. `launches` counts launched kernels, without torch's own."""
+    """The kernels above."""
 
     def __init__(self) -> None:
         self._launch = Launcher(INTERPRETED)
-
-    @property
-    def launches(self) -> int:
-        return self._launch.launches
 
     def blank(self, nbytes: int, like: Tensor) -> UInt8[Tensor, "nbytes"]:
         if nbytes > HEADER_BYTES:
@@ -1161,10 +1157,6 @@ class TritonMeanDecoder(MeanDecoder):
 
     def __init__(self) -> None:
         self._launch = Launcher(INTERPRETED)
-
-    @property
-    def launches(self) -> int:
-        return self._launch.launches
 
     def takes(self, layout: Layout) -> bool:
         return layout.values is not None

@@ -326,10 +326,6 @@ class TritonElementCoder(ElementCoder):
         self._tilings = Tilings(tile)
         self._arrived = WeakTensorKeyDictionary()
 
-    @property
-    def launches(self) -> int:
-        return self._launch.launches
-
     def measure_(self, code: ElementCode, g: tuple[Tensor, ...], v: Dense, adds: bool) -> Measured:
         tiling, device = self._tilings.of(code.bounds, tuple(piece.numel() for piece in g)), v.device
         tiles, segments, dtype = tiling.count, tiling.first.numel(), g[0].dtype

@@ -407,7 +407,7 @@ class Partial:
 
 
 class TritonLowRank(LowRank):
-    """The kernels above. `launches` counts launched kernels, without torch's own.
+    """The kernels above.
 
     Args:
         kernels: Adds the gradients of a bucket that is one square matrix.
@@ -418,10 +418,6 @@ class TritonLowRank(LowRank):
     def __init__(self, kernels: TritonSelection):
         super().__init__(kernels)
         self._triton, self._launch = kernels, Launcher(INTERPRETED)
-
-    @property
-    def launches(self) -> int:
-        return self._launch.launches
 
     def remove_(self, v: Vector, batches: Batches, sent: SentUpdate) -> None:
         self._refresh(v, batches, [v.numel() - _end_of(batches)], sent, None, (), True)

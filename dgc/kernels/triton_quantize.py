@@ -276,10 +276,6 @@ class TritonQuantizers(Quantizers):
         self._launch = Launcher(INTERPRETED)
         self._tilings = Tilings(tile)
 
-    @property
-    def launches(self) -> int:
-        return self._launch.launches
-
     def largest(self, v: Dense, bounds: Bounds) -> Each:
         found = torch.zeros(bounds.numel() - 1, dtype=torch.int32, device=v.device)
         self._each(largest, v, bounds, 8, 1, v, found)

@@ -738,7 +738,7 @@ class Results:
 
 
 class TritonSelection(SelectionKernels):
-    """The kernels above. `launches` counts launched kernels, without torch's own.
+    """The kernels above.
 
     Args:
         tile: Elements per program in passes over a bucket, a power of two.
@@ -760,10 +760,6 @@ class TritonSelection(SelectionKernels):
 
     def __str__(self) -> str:
         return f"{self.name} (interpreted)" if INTERPRETED else self.name
-
-    @property
-    def launches(self) -> int:
-        return self._launch.launches
 
     def accumulate_(self, inputs: PassInputs) -> Int64[Tensor, ""]:
         first = torch.full((), inputs.v.numel(), dtype=torch.int64, device=inputs.v.device)

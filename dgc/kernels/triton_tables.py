@@ -23,10 +23,10 @@ LARGEST = torch.iinfo(torch.int32).max
 
 
 class Launcher:
-    """Launches kernels on the device of the tensor `near`, and counts them."""
+    """Launches kernels on the device of the tensor `near`."""
 
     def __init__(self, interpreted: bool):
-        self.interpreted, self.launches = interpreted, 0
+        self.interpreted = interpreted
 
     def __call__(self, kernel: Any, near: Tensor, programs: int, *arguments: object) -> None:
         if programs == 0:
@@ -36,7 +36,6 @@ class Launcher:
         with torch.cuda.device(near.device) if near.is_cuda else nullcontext():
             # no FMA, which would skip the rounding of products
             kernel[(programs,)](*arguments, num_warps=WARPS, enable_fp_fusion=False)
-        self.launches += 1
 
 
 SECTOR = 32  # bytes that a GPU moves for an element that no neighbour in the same access shares
