@@ -62,7 +62,7 @@ from scripts.methods import build
 
 TAKES = "8 min"
 CODES = """
-    fp16 bf16 2bit 1bit 2bit-gather 2bit-scatter 2bit-adaptive signsgd signum scaled-sign double-squeeze
+    fp16 bf16 2bit 1bit 2bit-gather 2bit-scatter 2bit-adaptive signsgd signum scaled-sign
     int8 int4 qsgd blockwise
 """.split()
 SPARSE = """

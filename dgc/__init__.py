@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from dgc.compression import BF16Compressor as BF16Compressor
     from dgc.compression import DenseCompressor as DenseCompressor
     from dgc.compression import DGCCompressor as DGCCompressor
-    from dgc.compression import DoubleSqueezeCompressor as DoubleSqueezeCompressor
     from dgc.compression import FP16Compressor as FP16Compressor
     from dgc.compression import PowerSGDCompressor as PowerSGDCompressor
     from dgc.compression import QSGDCompressor as QSGDCompressor
@@ -56,7 +55,7 @@ __version__ = "0.1.0"
 
 _PACKAGES = {
     "dgc.compression": (
-        "BF16Compressor DenseCompressor DGCCompressor DoubleSqueezeCompressor FP16Compressor PowerSGDCompressor "
+        "BF16Compressor DenseCompressor DGCCompressor FP16Compressor PowerSGDCompressor "
         "QSGDCompressor Route Rule ScaledSignCompressor SparseCompressor ThresholdCompressor TwoPhaseCompressor"
     ),
     "dgc.ddp": "compress",

@@ -112,7 +112,7 @@ COMPRESSORS: dict[str, Words] = {
     "signum": ("configs/quant/signum.py",),
     "scaled-sign": ("configs/quant/scaled_sign.py",),
     "onebit": ("configs/contrib/onebit.py",),
-    "double-squeeze": ("configs/quant/double_squeeze.py",),
+    "double-squeeze": ("configs/contrib/double_squeeze.py",),
     "qsgd": ("configs/quant/qsgd.py",),
     "terngrad": ("configs/contrib/terngrad.py",),
     "natural": ("configs/contrib/natural.py",),

@@ -7,7 +7,6 @@ from dgc.compression.dense import BF16Compressor as BF16Compressor
 from dgc.compression.dense import DenseCompressor as DenseCompressor
 from dgc.compression.dense import FP16Compressor as FP16Compressor
 from dgc.compression.dgc import DGCCompressor as DGCCompressor
-from dgc.compression.double_squeeze import DoubleSqueezeCompressor as DoubleSqueezeCompressor
 from dgc.compression.ef21 import EF21Compressor as EF21Compressor
 from dgc.compression.error_feedback import ErrorFeedbackCompressor as ErrorFeedbackCompressor
 from dgc.compression.powersgd import PowerSGDCompressor as PowerSGDCompressor

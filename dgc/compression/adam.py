@@ -16,9 +16,9 @@ from torch import Tensor
 import dgc.kernels as kernels
 from dgc.bucket import Bucket
 from dgc.comm.requests import Conversation
+from dgc.compression.chunked_signs import ChunkedSignsCompressor, ChunkState
 from dgc.compression.dense import for_gradients
 from dgc.compression.dgc import DGCCompressor
-from dgc.compression.double_squeeze import ChunkState, DoubleSqueezeCompressor
 from dgc.compression.protocol import (
     MomentumOwner,
     Position,
@@ -43,7 +43,7 @@ class MomentumState(ChunkState):
     delivered: tuple[Tensor, int, Tensor] | None = None
 
 
-class OneBitAdamCompressor(DoubleSqueezeCompressor):
+class OneBitAdamCompressor(ChunkedSignsCompressor):
     """The exchange of 1-bit Adam: Adam's momentum in 1 bit per element (Tang, Gan, Awan, Rajbhandari, Li, Lian,
     Liu, Zhang, He 2021, arXiv 2102.02888, Algorithm 1).
 
@@ -51,9 +51,10 @@ class OneBitAdamCompressor(DoubleSqueezeCompressor):
 
         t <= T_w     result = mean over the ranks of g_i, not compressed
         t > T_w      m_i = beta1 m + (1 - beta1) g_i           m: the same on every rank
-                     result = DoubleSqueeze of m_i             the next m
+                     result = signs of m_i, in two rounds      the next m
 
-    Payload of a bucket and differences from the paper: those of DoubleSqueeze. A step that is dropped because of
+    Payload of a bucket: that of `dgc.compression.chunked_signs`. Differences from the paper: the servers compress
+    the sum and not the mean, and each piece of a tensor has its own scale. A step that is dropped because of
     NaN or inf leaves the errors of both directions as they were: its gradient is lost, as with uncompressed Adam.
 
     From step `freeze_step` on, .grad is the momentum and no longer the gradient: do not clip it. If it was
@@ -98,7 +99,7 @@ class OneBitAdamCompressor(DoubleSqueezeCompressor):
             raise ValueError(
                 "OneBitAdamCompressor exchanges the momentum of a dgc.optim.OneBitAdam, and has none: wrap that "
                 "optimizer in DistributedOptimizer, or pass it to dgc.ddp.compress; without it, use "
-                "DoubleSqueezeCompressor"
+                "TwoPhaseCompressor"
             )
         return MomentumState(**vars(super().init(bucket, size, rank)))
 

@@ -7,6 +7,7 @@ from dgc.contrib.accordion import AccordionCompressor as AccordionCompressor
 from dgc.contrib.choco import CHOCO as CHOCO
 from dgc.contrib.choco import Sign as Sign
 from dgc.contrib.choco import TopK as TopK
+from dgc.contrib.double_squeeze import DoubleSqueezeCompressor as DoubleSqueezeCompressor
 from dgc.contrib.gtopk import GTopKCompressor as GTopKCompressor
 from dgc.contrib.natural import NaturalCompressor as NaturalCompressor
 from dgc.contrib.onebit import OneBitCompressor as OneBitCompressor

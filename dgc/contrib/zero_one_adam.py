@@ -46,8 +46,9 @@ from dgc.arguments import NUMBER, WHOLE, checked, require
 from dgc.comm.conversation import without_autocast
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
-from dgc.compression import Compressor, DoubleSqueezeCompressor, Route, StatelessCompressor
+from dgc.compression import Compressor, Route, StatelessCompressor
 from dgc.compression.dense import for_gradients
+from dgc.contrib.double_squeeze import DoubleSqueezeCompressor
 from dgc.engine.agreement import check_equal, check_settings
 from dgc.engine.options import as_route, check_adam, check_saved_groups, loss_of
 from dgc.gossip.model import FlatModel

@@ -191,7 +191,7 @@ def test_what_each_compressor_refuses_also_states_of_others() -> None:
     rounding = (methods.FP16Compressor, partial(methods.QSGDCompressor, error_feedback=False))
     starts = (partial(Ranks, 1, partial(methods.EF21Compressor, make()), [(3, 7)]) for make in rounding)
     check_refusals(*((start, "has no residual to send the rest later") for start in starts))
-    powersgd, squeeze = partial(POWERSGD, 2), partial(states, methods.DoubleSqueezeCompressor, (7, 20), (33,))
+    powersgd, squeeze = partial(POWERSGD, 2), partial(states, contrib.DoubleSqueezeCompressor, (7, 20), (33,))
     of_matrix = partial(states, powersgd, (30, 40))
     low_rank, squeezed, other = of_matrix().state_dict(), squeeze().state_dict(), "state of another compressor"
     short = {side: {**low_rank, side: {"p0": low_rank[side]["p0"].reshape(1, -1)}} for side in "PQ"}

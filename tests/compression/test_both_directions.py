@@ -9,8 +9,9 @@ from cases import case
 from compression.ranks import Ranks, normal
 from states import redistributed
 
-from dgc.compression import DoubleSqueezeCompressor, TwoPhaseCompressor
-from dgc.compression.double_squeeze import divide_into_chunks
+from dgc.compression import TwoPhaseCompressor
+from dgc.compression.chunked_signs import divide_into_chunks
+from dgc.contrib import DoubleSqueezeCompressor
 from dgc.paper.onebit_adam import compress
 from dgc.testing import flat, gradients
 

@@ -325,7 +325,7 @@ QUANTIZED = [
     coded_row("scaled-sign", methods.ScaledSignCompressor, feedback=True),
     coded_row("onebit", contrib.OneBitCompressor, feedback=True),
     coded_row("blockwise", partial(methods.BlockwiseCompressor, block=100), feedback=True),
-    Row("double-squeeze", methods.DoubleSqueezeCompressor, double_squeeze_bytes, by_size=True),
+    Row("double-squeeze", contrib.DoubleSqueezeCompressor, double_squeeze_bytes, by_size=True),
     two_phases("int8", 8, 64),
     two_phases("int4", 4, 128),
     two_phases("int4-hadamard", 4, 64, hadamard=True),

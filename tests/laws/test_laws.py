@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves_with_path
 
 from dgc import testing
 from dgc.comm.lockstep import LockstepWorld
-from dgc.compression import Compressor, DenseCompressor, DoubleSqueezeCompressor, TwoPhaseCompressor
-from dgc.contrib import RandomKCompressor
+from dgc.compression import Compressor, DenseCompressor, TwoPhaseCompressor
+from dgc.contrib import DoubleSqueezeCompressor, RandomKCompressor
 from dgc.optim import DGCSGD, DistributedOptimizer
 from dgc.state import State
 

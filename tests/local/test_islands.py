@@ -17,7 +17,8 @@ from refusals import check_refusals
 from simulated import rewind, summary_of, train_in
 
 from dgc.comm.lockstep import LockstepWorld
-from dgc.compression import DenseCompressor, DoubleSqueezeCompressor, Route, Rule, TwoPhaseCompressor
+from dgc.compression import DenseCompressor, Route, Rule, TwoPhaseCompressor
+from dgc.contrib import DoubleSqueezeCompressor
 from dgc.gossip import SGP, HierarchicalGossip
 from dgc.local import Nesterov, OuterSteps
 from dgc_training.checkpoint.files import Checkpoints

@@ -432,5 +432,5 @@ def test_wrong_arguments() -> None:
         *((make, "gradients must be a compressor without state") for make in stateless),
         (partial(for_adam, memory=ResidualMemory()), "has a memory of its own"),
         (lambda: Fleet(for_adam, 1), "second moment of a dgc.optim.DGCAdam, and has none"),
-        (lambda: Fleet(onebit, 1), r"momentum of a dgc.optim.OneBitAdam, and has none.*DoubleSqueeze"),
+        (lambda: Fleet(onebit, 1), r"momentum of a dgc.optim.OneBitAdam, and has none.*TwoPhase"),
     )

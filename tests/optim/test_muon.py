@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from dgc import compression as methods
+from dgc import contrib
 from dgc.local import Nesterov, OuterSteps
 from dgc.optim import LocalOptimizer, MuonWithAdamW, muon_groups
 from dgc.optim.muon import newton_schulz
@@ -173,7 +174,7 @@ OF_MOMENTUM = "EF21Compressor has momentum, and MuonWithAdamW applies its own ag
 WARNINGS: list[tuple[Any, str, str]] = [
     (POWER, "spare*", "PowerSGDCompressor loses much with Muon, which makes all singular values alike"),
     (SIGNS, "last*", "ScaledSignCompressor ruins Adam's step"),
-    (methods.DoubleSqueezeCompressor, "spare*", "DoubleSqueezeCompressor loses much with Muon"),
+    (contrib.DoubleSqueezeCompressor, "spare*", "DoubleSqueezeCompressor loses much with Muon"),
     (lambda: methods.EF21Compressor(SIGNS()), "spare*", OF_MOMENTUM),
     *((SIGNS, "spare*", ""), (POWER, "last*", "PowerSGDCompressor loses quality with Adam")),
 ]

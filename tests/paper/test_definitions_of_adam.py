@@ -12,7 +12,7 @@ from torch import nn
 from dgc.bucket import make_bucket
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import OneBitAdamCompressor
-from dgc.compression.double_squeeze import divide_into_chunks
+from dgc.compression.chunked_signs import divide_into_chunks
 from dgc.contrib import ZeroOneAdam, ZeroOneSteps
 from dgc.contrib.zero_one_adam import ZeroOneSchedule
 from dgc.optim import DistributedOptimizer, LocalOptimizer, OneBitAdam

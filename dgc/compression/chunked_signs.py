@@ -1,26 +1,23 @@
-"""DoubleSqueeze with scaled signs: error compensation in both directions (Tang, Lian, Yu, Zhang, Liu 2019, arXiv
-1905.05957, Algorithm 1).
+"""Scaled signs in two rounds, with error compensation in both directions: what 1-bit Adam and DoubleSqueeze share.
 
 The elements of a bucket are divided into N chunks. Rank r of N is a worker and also the server of chunk r:
 
-    worker i     v = g_i + e_i                        send C[v] to the servers       e_i = v - C[v]
+    worker i     v = what is exchanged + e_i          send C[v] to the servers       e_i = v - C[v]
     server r     s = sum over i of C[v_i] + d_r       send C[s] to all workers       d_r = s - C[s]
     result       C[s] / N
 
 C[x] = |x|_2 / sqrt(d) sign(x) for each piece of x, with d elements. A piece is the part of one tensor that lies in
-one chunk. It is sent as 4 bytes of scale and 4 ceil(d/32) bytes of signs.
+one chunk. It is sent as 4 bytes of scale and 4 ceil(d/32) bytes of signs. An element of 0 is sent as a negative
+one.
 
 Payload of a bucket in bytes: (N + 1) (24 + B), where B is the size of the largest chunk's C[x], rounded up to 8: a
 rank sends about 1 bit per element to the servers and 1/N bit per element from its own.
 
 If a checkpoint is loaded on another number of ranks or with other buckets, elements of d that do not belong to the
 rank's new chunk become part of e.
-
-Differences from the paper: the servers compress the sum and not the mean, which changes d_r by a factor of N. Each
-piece has its own scale. There is no separate server. An element of 0 is sent as a negative one.
 """
 
-from collections.abc import Mapping
+from abc import abstractmethod
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -33,18 +30,16 @@ import dgc.kernels as kernels
 from dgc.bucket import Bucket
 from dgc.comm.requests import Conversation
 from dgc.compression.dense import DenseCompressor
-from dgc.compression.error_feedback import Codes, accumulated, join, split
+from dgc.compression.error_feedback import Codes, join, split
 from dgc.compression.protocol import (
     Compressor,
     DenseResult,
     Position,
     Reduced,
-    Use,
     Vector,
     first_nonfinite_message,
 )
 from dgc.compression.server_errors import ServerState
-from dgc.compression.signs import SIGNS_WITH_ADAM
 from dgc.state import zeros
 from dgc.wire.envelope import envelope_of
 
@@ -121,19 +116,8 @@ class ChunkState(ServerState):
         return whole[self._own].clone()
 
 
-class DoubleSqueezeCompressor(Compressor):
-    """Scaled signs to the servers and back, with error feedback in both directions (Tang et al. 2019, arXiv
-    1905.05957, Algorithm 1). For momentum in place of gradients, with Adam: `OneBitAdamCompressor`.
-
-    Example:
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        >>> optimizer = DistributedOptimizer(optimizer, model.named_parameters(), DoubleSqueezeCompressor())
-    """
-
-    unsuited: Mapping[Use, str] = {
-        Use.ADAM: SIGNS_WITH_ADAM,
-        Use.MUON: "loses much with Muon, which enlarges errors of its gradients, see docs/methods.md#muon",
-    }
+class ChunkedSignsCompressor(Compressor):
+    """Base class: scaled signs to the servers and back, with error feedback in both directions."""
 
     fallback: Compressor = DenseCompressor()
     keeps_server_errors = True
@@ -150,8 +134,9 @@ class DoubleSqueezeCompressor(Compressor):
 
     # --- one step ---------------------------------------------------------------------------------
 
+    @abstractmethod
     def accumulate(self, bucket: Bucket, state: Any) -> tuple[Vector, Position]:
-        return accumulated(bucket, state)
+        """Returns v, and the index of the first non-finite element of the gradient, or numel."""
 
     def reduce(self, bucket: Bucket, state: Any) -> Conversation[Reduced]:
         v, first = self.accumulate(bucket, state)

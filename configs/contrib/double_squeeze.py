@@ -1,6 +1,6 @@
 """DoubleSqueeze (Tang et al. 2019): signs to the servers and back, with error feedback in both directions."""
 
-from dgc.compression import DoubleSqueezeCompressor
+from dgc.contrib import DoubleSqueezeCompressor
 from dgc_training.config import Config, configs
 
 configs.train.compression = Config(DoubleSqueezeCompressor)
