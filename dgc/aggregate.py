@@ -38,10 +38,7 @@ from dgc.comm.transport import Transport
 from dgc.compression.dense import DenseCompressor
 from dgc.compression.powersgd import PowerSGDCompressor
 from dgc.compression.protocol import Compressor, NonFiniteGradientError
-from dgc.engine.buckets import keep_states, plan_buckets
-from dgc.engine.loop import Engine
-from dgc.engine.options import unique_prefix
-from dgc.engine.state import Identity, compare_steps, identified, verified
+from dgc.engine.exchange import ExchangeSettings, GradientExchange, plan_gradients
 from dgc.engine.steps import AwaitedStep
 
 
@@ -77,7 +74,7 @@ class AllReduce(Aggregator):
 
     def __init__(self, transport: Transport | None = None):
         self._transport = transport
-        self._exchange: _Exchange | None = None
+        self._exchange: ListExchange | None = None
 
     def aggregate(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
         if self._exchange is None:
@@ -86,7 +83,7 @@ class AllReduce(Aggregator):
                 raise ValueError(
                     "AllReduce takes the shapes from the first gradients, so none of them may be None: pass zeros"
                 )
-            self._exchange = _Exchange(like, DenseCompressor(), self._transport or default_transport())
+            self._exchange = ListExchange(like, DenseCompressor(), self._transport or default_transport())
         return self._exchange.average(gradients)
 
 
@@ -111,25 +108,20 @@ class PowerSGD(Aggregator):
         if not self.params:
             raise ValueError("PowerSGD needs parameters")
         self.compressor = PowerSGDCompressor(**asdict(config))
-        self._exchange = _Exchange(self.params, self.compressor, transport or default_transport())
-        self._states = self._exchange.planned[0].states
+        self._exchange = ListExchange(self.params, self.compressor, transport or default_transport())
         self.transport, self.meter = self._exchange.transport, self._exchange.meter
-        self.step_counter, self._compares_steps = 0, True
-        self._awaited_step = AwaitedStep(self.params)
 
     def aggregate(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
         """After NonFiniteGradientError the errors are as if NaN and inf had been 0 and nothing had been sent."""
-        if self._compares_steps:  # in the first step and after a load
-            compare_steps(self.transport, self.step_counter)
-            self._compares_steps = False
-        averages = self._exchange.average(gradients)
-        self.step_counter += 1
-        self._awaited_step.begin()
-        return averages
+        return self._exchange.average(gradients)
 
     def check_parameters(self, params: Sequence[Tensor]) -> None:
         if [*map(id, params)] != [*map(id, self.params)]:
             raise ValueError("PowerSGD was built with other parameters than the optimizer, or in another order")
+
+    @property
+    def step_counter(self) -> int:
+        return max(plan.states[plan.bucket].steps for plan in self._exchange.planned)
 
     @property
     def dropped_steps(self) -> int:
@@ -155,20 +147,11 @@ class PowerSGD(Aggregator):
         Raises:
             RuntimeError: The optimizer has not taken its step on the last averages, or an exchange is incomplete.
         """
-        self._exchange.check_idle("state_dict()")
-        self._awaited_step.check("state_dict()")
-        return identified(self._states.state_dict(), self._identity())
+        return self._exchange.compression_state_dict()
 
     def load_state_dict(self, state: dict[str, Any], *, allow_other_rank: bool = False) -> None:
         """Load this rank's state, as `DistributedOptimizer.load_compression_state_dict`. Call it on every rank."""
-        self._exchange.check_idle("load_state_dict()")
-        state, _ = verified(state, self._identity(), allow_other_rank)
-        self._states.load_state_dict(state)
-        self.step_counter = max(self._states[plan.bucket].steps for plan in self._exchange.planned)
-        self._compares_steps = True
-
-    def _identity(self) -> Identity:
-        return Identity(self.transport.rank, self.transport.size, self.step_counter)
+        self._exchange.load_compression_state_dict(state, allow_other_rank=allow_other_rank)
 
 
 def optimizer_step(optimizer: Optimizer, aggregator: Aggregator) -> None:
@@ -184,26 +167,35 @@ def optimizer_step(optimizer: Optimizer, aggregator: Aggregator) -> None:
         p.grad = gradient
 
 
-class _Exchange:
-    """Buckets for tensors with these shapes, in their order, and their exchange with one compressor."""
+class ListExchange(GradientExchange):
+    """Averages lists of gradients with one compressor. Construction is collective.
+
+    like: Tensors with the shapes of the gradients, in their order; parameters, if an optimizer steps on the means.
+    """
 
     def __init__(self, like: Sequence[Tensor], compressor: Compressor, transport: Transport):
-        self.transport, self.meter, self.dropped_steps = transport, TrafficMeter(), 0
         self._shapes = [tensor.shape for tensor in like]
         named = [(f"param{i}", tensor) for i, tensor in enumerate(like)]
         self._numbers = {name: i for i, (name, _) in enumerate(named)}
         for name, tensor in named:
             check_real(name, tensor.dtype)
-        prefix = f"{unique_prefix(transport)}.aggregate"
-        self.planned = plan_buckets(named[::-1], lambda _: compressor, inf, prefix)  # by dtype and device
-        keep_states(self.planned, transport.size, transport.rank)
-        self._engine = Engine([[plan] for plan in self.planned], transport, self.meter, prefix)
+        settings = ExchangeSettings(compressor, nonfinite="raise", bucket_mb=inf)
+        settings.check_equal(transport)
+        # the last gradient is the first of a bucket otherwise
+        super().__init__(settings, plan_gradients(settings, named[::-1], transport), transport, TrafficMeter())
+        self._awaited_step = AwaitedStep(like)
 
-    def check_idle(self, call: str) -> None:
-        self._engine.check_idle(call, is_running=False)
+    def _is_running(self) -> bool:
+        return False  # `average` ends what it has begun
 
     @torch.no_grad()
     def average(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
+        """Return the means in new tensors, and set the gradients to zero. None counts as zero.
+
+        Raises:
+            ValueError: The number or a shape of the gradients is another one.
+            NonFiniteGradientError: A gradient has NaN or inf on any rank. Raised on every rank.
+        """
         if len(gradients) != len(self._shapes):
             raise ValueError(f"{len(gradients)} gradients for {len(self._shapes)} parameters")
         for i, (g, shape) in enumerate(zip(gradients, self._shapes, strict=True)):
@@ -211,18 +203,17 @@ class _Exchange:
                 raise ValueError(f"gradient {i} has shape {tuple(g.shape)}, not {tuple(shape)}")
         views: dict[int, Tensor] = {}
         with self._engine.intact:
-            for b, plan in enumerate(self.planned):
+            for plan in self.planned:
                 for segment in plan.bucket.segments:
                     i = self._numbers[segment.name]
                     g, views[i] = gradients[i], segment.of(plan.bucket.flat)
                     views[i].zero_() if g is None else views[i].copy_(g)
-                self._engine.start(b)
-            outcome = self._engine.finish()
+            outcome = self._finish_step(learn=False)
         for g in gradients:
             if g is not None:
                 g.zero_()
         if outcome.nonfinite is not None:
-            self.dropped_steps += 1
+            self._drops.drop(outcome.nonfinite)
             raise NonFiniteGradientError(outcome.nonfinite)
         for plan, result in outcome.results:
             result.write_to(plan.bucket)

@@ -210,3 +210,9 @@ def fills_a_block(tensor: Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor that FSDP2 has sharded, or the tensor itself."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part

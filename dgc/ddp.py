@@ -23,24 +23,16 @@ from dgc.comm.torch_distributed import connect
 from dgc.comm.transport import Transport
 from dgc.compression.protocol import Compressor, DenseResult, NonFiniteGradientError, Result
 from dgc.compression.route import Route
-from dgc.engine.agreement import check_settings
-from dgc.engine.buckets import PlannedBucket, check_equal_plans, describe, plan_buckets, states_in_order
-from dgc.engine.gathered import HasGatheredState
-from dgc.engine.hierarchy import plan_compressors
-from dgc.engine.loop import Engine, LossScale, is_used, warn_of_drop
+from dgc.engine.buckets import PlannedBucket
+from dgc.engine.exchange import ExchangeSettings, GradientExchange, plan_gradients
 from dgc.engine.options import (
-    MomentumCheck,
-    as_route,
-    check_nonfinite,
     check_not_wrapped,
     check_transport,
     claim,
     compressors_of,
-    unique_prefix,
     unwrapped,
     warn_of_unsuited,
 )
-from dgc.engine.state import check_steps_per_epoch
 from dgc.engine.steps import AwaitedStep
 from dgc.versions import TorchRange
 
@@ -115,33 +107,6 @@ class NoCopies(list[Any]):
         return list, ()
 
 
-def momentum_check(
-    optimizer: Optimizer | None, planned: list[PlannedBucket], transport: Transport
-) -> Callable[[], None]:
-    """Raise ValueError if momentum is not applied once. Return a check of the same for every step."""
-    optimizer = None if optimizer is None else unwrapped(optimizer)
-    corrected = [
-        (segment.name, p)
-        for plan in planned
-        if plan.compressor.correction is not None
-        for segment, p in zip(plan.bucket.segments, plan.parameters, strict=True)
-    ]
-    if optimizer is None:
-        if corrected:
-            raise ValueError(
-                "the compression's memory applies momentum, which the optimizer must not apply again: pass the "
-                "optimizer to compress"
-            )
-        return lambda: None
-    owned = {p for group in optimizer.param_groups for p in group["params"]}
-    if others := [name for name, p in corrected if p not in owned]:
-        raise ValueError(
-            f"the memory applies momentum to {len(others)} parameters that the optimizer lacks, such as "
-            f"{others[0]}: pass one optimizer with all of them"
-        )
-    return partial(MomentumCheck(optimizer, planned, transport).check, optimizer)
-
-
 def after_ddp(function: Callable[[], None]) -> None:
     """Call a function at the end of this backward pass, after DDP has set the gradients."""
     if torch._C._current_graph_task_id() == -1:  # a rank without further data, inside DDP's join()
@@ -149,13 +114,6 @@ def after_ddp(function: Callable[[], None]) -> None:
         return
     queue: Any = torch.autograd.Variable._execution_engine.queue_callback
     queue(lambda: queue(function))  # DDP queues its own end when it has called the last hook
-
-
-def drop_gradients(parameters: Iterable[Tensor], error: Exception | None = None) -> None:
-    for p in parameters:
-        p.grad = None
-    if error is not None:
-        raise error
 
 
 def deliver_unused(planned: Iterable[PlannedBucket]) -> None:
@@ -173,7 +131,7 @@ def deliver_unused(planned: Iterable[PlannedBucket]) -> None:
                 p.grad.copy_(mean)
 
 
-class DDPExchange(HasGatheredState):
+class DDPExchange(GradientExchange):
     """Exchanges the gradients of a DDP model with compression. `compress` is another name for this class.
 
     Construction is collective, before the first backward pass, and registers a communication hook. Save
@@ -236,28 +194,18 @@ class DDPExchange(HasGatheredState):
         hierarchical: str | bool = "off",
     ):
         model = check_model(model)
-        check_nonfinite(nonfinite, grad_scaler)
-        route = as_route(compression)
         check_transport(transport)
-        self.transport = transport or connect(
-            "auto" if hierarchical == "auto" else hierarchical in ("on", True), point_to_point=route.point_to_point
+        settings = ExchangeSettings(compression, nonfinite, grad_scaler, steps_per_epoch, bucket_mb, hierarchical)
+        transport = transport or connect(
+            "auto" if hierarchical == "auto" else hierarchical in ("on", True),
+            point_to_point=settings.route.point_to_point,
         )
-        if model.process_group.size() != self.transport.size:
+        if model.process_group.size() != transport.size:
             raise ValueError(
                 f"the model's process group has {model.process_group.size()} ranks, but the exchange has "
-                f"{self.transport.size}: build DistributedDataParallel on the default group"
+                f"{transport.size}: build DistributedDataParallel on the default group"
             )
-        check_steps_per_epoch(steps_per_epoch)
-        check_settings(
-            self.transport,
-            "settings",
-            nonfinite=nonfinite,
-            bucket_mb=bucket_mb,
-            steps_per_epoch=steps_per_epoch,
-            uses_grad_scaler=is_used(grad_scaler),
-            hierarchical=hierarchical,
-            compression=compression,
-        )
+        settings.check_equal(transport)
         # not by parameters_to_ignore, whose names differ from those of named_parameters()
         reduced = set(model._build_params_for_reducer()[0])
         ignored = {name.removeprefix(".") for name in model.parameters_to_ignore}
@@ -265,37 +213,28 @@ class DDPExchange(HasGatheredState):
         named = [(name, p) for name, p in every if p in reduced]
         self._frozen = [(name, p) for name, p in every if not p.requires_grad and name not in ignored]
         check_not_wrapped(named, "DDP")
-        prefix = unique_prefix(self.transport)
-        self._planned = plan_buckets(named, route.compressor_for, bucket_mb, prefix)
-        self._loss_scale = LossScale(grad_scaler, self._planned)
-        self._check_momentum = momentum_check(optimizer, self._planned, self.transport)
-        check_equal_plans(describe(self._planned), self.transport)
-        self.place, self.part = plan_compressors(self._planned, self.transport, hierarchical)
-        super().__init__(states_in_order(self._planned, named), self.transport, steps_per_epoch)
-        self.meter = TrafficMeter(self.transport.local_size)
-        self.nonfinite, self.dropped_steps = nonfinite, 0
+        self._stepped = None if optimizer is None else unwrapped(optimizer)
+        plan = plan_gradients(settings, named, transport, self._stepped)
+        effect = "every rank drops this step, and every .grad is None"
+        super().__init__(settings, plan, transport, TrafficMeter(transport.local_size), effect)
+        self._momentum = plan.momentum
         self._model = weakref.ref(model)  # it refers to this exchange from C++
         self._may_be_unused = model.find_unused_parameters or model.static_graph
-        self._slots = {p: (b, i) for b, plan in enumerate(self._planned) for i, p in enumerate(plan.parameters)}
-        groups = [[plan] for plan in self._planned]
-        self._engine = Engine(groups, self.transport, self.meter, prefix, self._begin_step, self._loss_scale)
+        self._slots = {p: (b, i) for b, plan in enumerate(self.planned) for i, p in enumerate(plan.parameters)}
         self._buffers: list[tuple[torch.futures.Future[Tensor], Tensor]] = []  # DDP's buckets of this step
         self._views: dict[Tensor, Tensor] = {}  # one-dimensional view of each gradient in DDP's buckets
-        self._pass: weakref.ref[Callable[[], None]] | None = None  # of a backward pass, while that has not ended
-        self._epochs.begin()
         model.register_comm_hook(self, _hook)
         model._comm_hooks = NoCopies(model._comm_hooks)
         claim(self._slots, model, "DDP")
-        self._stepped = None if optimizer is None else unwrapped(optimizer)
-        self._awaited_step = AwaitedStep(self._slots, self._judge if optimizer is None else None)
+        self._awaited_step = AwaitedStep(self._slots, self._first_step if optimizer is None else None)
 
     @property
     def _optimizer(self) -> Optimizer | None:
         return self._stepped
 
-    def _judge(self, optimizer: Optimizer) -> None:
+    def _first_step(self, optimizer: Optimizer) -> None:
         """Warn of compressors that do not suit an optimizer which `compress` was not given."""
-        warn_of_unsuited(optimizer, compressors_of(self._planned), self.transport)
+        warn_of_unsuited(optimizer, compressors_of(self.planned), self.transport)
 
     def add(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Take over the gradients of one of DDP's buckets. The future has their means after the last bucket."""
@@ -313,7 +252,7 @@ class DDPExchange(HasGatheredState):
                 b, i = self._slots[p]
                 # DDP lays a gradient out as our buckets do: in the memory order of its parameter
                 self._views[p] = gradient
-                self._planned[b].bucket.use_gradient(i, gradient)
+                self.planned[b].bucket.use_gradient(i, gradient)
                 self._engine.order.add(b)
             for b in self._engine.order.start():
                 self._start(b)
@@ -337,41 +276,28 @@ class DDPExchange(HasGatheredState):
                 f"{', '.join(unfrozen[:3])} required no gradient when DistributedDataParallel was built, which "
                 "therefore does not average it: build DistributedDataParallel and compress after you unfreeze it"
             )
-        self._check_momentum()
-        if torch._C._current_graph_task_id() != -1:
-
-            def end() -> None:
-                """Autograd drops it when the pass ends, also with an exception."""
-
-            self._pass = weakref.ref(end)
-            torch.autograd.Variable._execution_engine.queue_callback(end)
+        if self._momentum is not None and self._stepped is not None:
+            self._momentum.check(self._stepped)
+        if torch._C._current_graph_task_id() != -1:  # not inside join()
+            self._pass.begin()
 
     def _reset(self) -> None:
         self._buffers = []
         self._views = {}
-        for plan in self._planned:
+        for plan in self.planned:
             plan.bucket.destinations = None
         self._engine.reset()
 
-    def _check_taken(self, call: str) -> None:
-        self._awaited_step.check(call)
-
-    def _check_idle(self, call: str) -> None:
-        self._engine.check_idle(call, self._pass is not None and self._pass() is not None)
-
     def _start(self, b: int) -> None:
-        plan = self._planned[b]
+        plan = self.planned[b]
         if not self._may_be_unused:  # `deliver_unused` needs the means in our bucket
             plan.bucket.destinations = tuple(self._views[p] for p in plan.parameters)
         self._engine.start(b)
 
     def _finish(self) -> None:
         """Wait for all exchanges, write the means into DDP's buckets and hand them back."""
-        for b in self._engine.order.start(only_full=False):
-            self._start(b)
         # before it rebuilds its buckets, DDP has one, in the order of the model
-        outcome = self._engine.finish(learn=len(self._buffers) > 1)
-        self._awaited_step.begin()
+        outcome = self._finish_step(learn=len(self._buffers) > 1)
         for plan, result in outcome.results:
             if outcome.nonfinite is None:
                 self._write(plan, result)
@@ -379,7 +305,7 @@ class DDPExchange(HasGatheredState):
         if outcome.nonfinite is not None:
             self._drop(outcome.nonfinite)
         elif self._may_be_unused:
-            after_ddp(partial(deliver_unused, self._planned))
+            after_ddp(partial(deliver_unused, self.planned))
         for future, buffer in self._buffers:
             future.set_result(buffer)
         self._reset()
@@ -398,14 +324,14 @@ class DDPExchange(HasGatheredState):
     def _drop(self, reason: str) -> None:
         for _, buffer in self._buffers:
             buffer.fill_(float("nan"))
-        self.dropped_steps += 1
-        if self.nonfinite == "raise":
-            after_ddp(partial(drop_gradients, self._slots, NonFiniteGradientError(reason)))
-            return
-        if not self._loss_scale.enabled:
-            after_ddp(partial(drop_gradients, self._slots))
-            if self.dropped_steps == 1 and self.transport.rank == 0:
-                warn_of_drop(reason, "every rank drops this step, and every .grad is None")
+        raises = self._drops.drop(reason)
+
+        def withhold() -> None:
+            self._drops.withhold(self._slots)
+            if raises:
+                raise NonFiniteGradientError(reason)
+
+        after_ddp(withhold)
 
 
 def _hook(state: DDPExchange, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -25,7 +25,6 @@ rank's gradient has NaN or inf, all ranks get NaN. Every rank's scaler then skip
 factor.
 """
 
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -43,6 +42,7 @@ from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
 from dgc.compression.protocol import DenseResult, Result, check_means
 from dgc.engine.buckets import PlannedBucket
+from dgc.engine.drops import is_used
 from dgc.engine.steps import check_not_running
 
 NO_STREAM = nullcontext()
@@ -91,11 +91,6 @@ class StartOrder:
         filled = broadcast_object(self._transport, self._filled, name=f"{self._name}.order")
         self.groups = list(dict.fromkeys([*filled, *self.groups]))
         self.is_learned = bool(filled)
-
-
-def is_used(grad_scaler: Any) -> bool:
-    """Whether `grad_scaler` is an enabled GradScaler."""
-    return grad_scaler is not None and bool(grad_scaler.is_enabled())
 
 
 class LossScale:
@@ -348,11 +343,3 @@ class Engine:
                 if not running.conversation.done:
                     remaining.append(running)
             rounds += 1
-
-
-def warn_of_drop(reason: str, effect: str, counter: str = "dropped_steps", stacklevel: int = 3) -> None:
-    """Warn of the first dropped step. effect: what every rank does. counter: where further ones are counted."""
-    text = f"{reason}: {effect}. Further dropped steps are only counted, in {counter}"
-    if counter == "dropped_steps":
-        text += "; nonfinite='raise' raises an error instead"
-    warnings.warn(text, stacklevel=stacklevel)

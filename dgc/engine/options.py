@@ -39,17 +39,6 @@ def check_arguments(passes: int, predivide: float, num_groups: int, groups: Any)
         warnings.warn("groups and num_groups have no effect here: use bucket_mb", stacklevel=3)
 
 
-def check_nonfinite(nonfinite: str, grad_scaler: Any) -> None:
-    """Raise ValueError for an unknown response to NaN, or one that does not fit a GradScaler."""
-    if nonfinite not in ("skip", "raise"):
-        raise ValueError(f"nonfinite must be 'skip' or 'raise', not {nonfinite!r}")
-    is_scaler = callable(getattr(grad_scaler, "is_enabled", None)) and not isinstance(grad_scaler, type)
-    if grad_scaler is not None and not is_scaler:
-        raise ValueError(f"grad_scaler must be a torch.amp.GradScaler or None, not {grad_scaler!r}")
-    if grad_scaler is not None and grad_scaler.is_enabled() and nonfinite == "raise":
-        raise ValueError("a grad_scaler adapts its scale by dropping steps: it needs nonfinite='skip'")
-
-
 # wrappers of Lightning and of Accelerate, whose inner optimizer takes the steps
 WRAPPERS = {"_FabricOptimizer", "LightningOptimizer", "AcceleratedOptimizer"}
 
@@ -480,6 +469,28 @@ class MomentumCheck:
                     f"the momentum of group {g} was {momentum} and is now {now}, but the compression's memory "
                     "applies momentum: it must not change (set cycle_momentum=False in a scheduler that cycles it)"
                 )
+
+
+def check_owned(optimizer: Optimizer | None, planned: Sequence[PlannedBucket]) -> None:
+    """Raise ValueError unless the optimizer has all parameters to which a memory applies momentum."""
+    owned = set() if optimizer is None else {p for group in optimizer.param_groups for p in group["params"]}
+    others = [
+        segment.name
+        for plan in planned
+        if plan.compressor.correction is not None
+        for segment, p in zip(plan.bucket.segments, plan.parameters, strict=True)
+        if p not in owned
+    ]
+    if others and optimizer is None:
+        raise ValueError(
+            "the compression's memory applies momentum, which the optimizer must not apply again: pass the "
+            "optimizer to compress"
+        )
+    if others:
+        raise ValueError(
+            f"the memory applies momentum to {len(others)} parameters that the optimizer lacks, such as "
+            f"{others[0]}: pass one optimizer with all of them"
+        )
 
 
 def warn_of_momentum_twice(optimizer: Optimizer, compressors: Mapping[Tensor, Compressor]) -> None:

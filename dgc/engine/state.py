@@ -17,11 +17,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dgc.arguments import FLAG, NUMBER, WHOLE, checked, require
-from dgc.bucket import Bucket
+from dgc.bucket import Bucket, local_part
 from dgc.comm.collectives import all_gather_object
 from dgc.comm.requests import Conversation
 from dgc.comm.transport import Transport
 from dgc.compression.protocol import Compressor, MomentumOwner, Reduced, Result
+from dgc.engine.drops import DropPolicy
 from dgc.state import State, Tables, check_count, check_mapping
 
 
@@ -202,7 +203,7 @@ def has_steps(optimizer: Optimizer) -> bool:
         if "step" in own:
             return float(own["step"]) > 1
         # of a DTensor the part of this rank, since only rank 0 asks
-        tensors = (getattr(t, "to_local", lambda t=t: t)() for t in own.values() if isinstance(t, Tensor))
+        tensors = (local_part(t) for t in own.values() if isinstance(t, Tensor))
         return any(bool(t.any()) for t in tensors)
     return False
 
@@ -376,17 +377,30 @@ def named_methods(methods: Iterable[Any]) -> dict[str, Any]:
 class HasCompression:
     """Base class of what exchanges gradients or models with compression methods: compressors, or gossip.
 
-    steps_per_epoch: Count epochs by steps. None: the user calls `begin_epoch`.
+    steps_per_epoch: Count epochs by steps. None: the user calls `begin_epoch`. drops: What is done about steps
+    whose gradients are not finite.
     """
 
     part: ResidualPart | None = None  # None: the residual of this rank is its own
     _is_sharded = False  # whether the ranks of a machine have shards of one model
     _takes_common_steps = True  # whether all ranks take the same number of steps
 
-    def __init__(self, methods: Sequence[Method], transport: Transport, steps_per_epoch: int | None = None):
-        self._methods, self._ranks = list(methods), transport
+    def __init__(
+        self, methods: Sequence[Method], transport: Transport, steps_per_epoch: int | None, drops: DropPolicy
+    ):
+        self._methods, self._ranks, self._drops = list(methods), transport, drops
         self._steps, self._compares_steps = 0, True
         self._epochs = EpochCount(steps_per_epoch, self._set_epoch)
+
+    @property
+    def nonfinite(self) -> str:
+        """The response to a gradient with NaN or inf: "skip" or "raise"."""
+        return self._drops.nonfinite
+
+    @property
+    def dropped_steps(self) -> int:
+        """Number of steps dropped because of NaN or inf in a gradient."""
+        return self._drops.dropped
 
     def _begin_step(self) -> None:
         """Count a step. Call it before the step sends anything. Collective in the first step and after a load."""

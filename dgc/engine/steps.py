@@ -1,15 +1,19 @@
-"""The steps of all optimizers, which exchanges observe, and between which calls a state may be saved: after a step
-is complete, and before the next one begins.
+"""The parts of a step that exchanges observe: autograd's backward pass, and the steps of all optimizers.
+
+A state may be saved after a step is complete, and before the next one begins.
 """
 
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
-from weakref import WeakMethod
+from weakref import WeakMethod, ref
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from dgc.bucket import local_part
 
 CURE = "A hook or a signal handler can set a flag, for the loop to save after step()"
 
@@ -29,7 +33,7 @@ def check_taken(call: str, parameters: Iterable[Tensor]) -> None:
     Gradients that are not finite are those of a step that is dropped, or that a GradScaler leaves out.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
-    plain = [g.to_local() if hasattr(g, "to_local") else g for g in gradients]
+    plain = [local_part(g) for g in gradients]
     if plain and all(bool((g.coalesce().values() if g.is_sparse else g).isfinite().all()) for g in plain):
         raise RuntimeError(
             f"{call} between the exchange of the gradients and the optimizer's step(): the residual is that after "
@@ -102,3 +106,37 @@ class AwaitedStep:
         """Raise RuntimeError if `call` would combine the residual after a step with the weights before it."""
         if self._awaits:
             check_taken(call, self._parameters)
+
+
+class BackwardPass:
+    """A backward pass of autograd in which gradients are exchanged."""
+
+    def __init__(self) -> None:
+        self._callback: ref[Callable[[], None]] | None = None  # autograd drops it if an exception ends the pass
+        self._is_complete = True
+
+    def begin(self, end: Callable[[], None] = lambda: None) -> None:
+        """Call `end` when the backward pass that runs now has ended, unless an exception ends it.
+
+        It is called after what was queued before, such as the end of FSDP2's own work.
+        """
+
+        def callback() -> None:
+            try:
+                end()
+                self._is_complete = True
+            finally:
+                self._callback = None  # the traceback of an error would keep the function
+
+        self._callback, self._is_complete = ref(callback), False
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(callback)
+
+    @property
+    def is_running(self) -> bool:
+        return self._callback is not None and self._callback() is not None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether an exception has ended the pass that was begun last."""
+        return not self._is_complete and not self.is_running

@@ -21,38 +21,30 @@ exchange, if no group has started. Otherwise it raises RuntimeError, because ran
 FSDP2 itself continues only after `reset_iter_state()`.
 """
 
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from dgc.bucket import Bucket, Segment, check_real, lay_out
+from dgc.bucket import Bucket, Segment, check_real, lay_out, local_part
 from dgc.comm.collectives import all_gather_object, all_reduce, barrier
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import CrossMachineTransport, Transport
 from dgc.compression.dense import HorovodCompression
 from dgc.compression.protocol import Compressor, ExchangesMomentum, NonFiniteGradientError
 from dgc.compression.route import Route
-from dgc.engine.agreement import check_settings, checksum
+from dgc.engine.agreement import checksum
 from dgc.engine.buckets import PlannedBucket, check_equal_plans, keep_states
-from dgc.engine.gathered import HasGatheredState
-from dgc.engine.loop import Engine, LossScale, StartOrder, is_used, warn_of_drop
-from dgc.engine.options import (
-    MomentumCheck,
-    as_route,
-    check_nonfinite,
-    register_compressors,
-    unique_prefix,
-)
-from dgc.engine.state import check_steps_per_epoch
+from dgc.engine.exchange import ExchangeSettings, GradientExchange, GradientPlan
+from dgc.engine.loop import LossScale, StartOrder
+from dgc.engine.options import MomentumCheck, register_compressors, unique_prefix
 from dgc.engine.steps import AwaitedStep, before_steps
 from dgc.fsdp.shards import (
     ParameterGroup,
@@ -65,7 +57,6 @@ from dgc.fsdp.shards import (
     raise_not_exchanged,
     sharded_like,
 )
-from dgc.gossip.model import local
 
 
 @dataclass(eq=False)
@@ -108,12 +99,12 @@ class GroupPlan:
                 gradient = segment.of(planned.bucket.flat)
                 assert isinstance(p, DTensor)
                 if p.grad is None:  # no backward pass has used the parameter's group yet
-                    p.grad = sharded_like(p, gradient.to(local(p).device, copy=True))
+                    p.grad = sharded_like(p, gradient.to(local_part(p).device, copy=True))
                 else:
-                    local(p.grad).add_(gradient.to(local(p.grad).device))
+                    local_part(p.grad).add_(gradient.to(local_part(p.grad).device))
         for p in self.group.parameters:
             if p.grad is None:  # this rank has no rows of it, and others have its gradient
-                p.grad = sharded_like(p, torch.zeros_like(local(p)))
+                p.grad = sharded_like(p, torch.zeros_like(local_part(p)))
 
 
 def plan_groups(groups: Sequence[ParameterGroup], route: Route, prefix: str) -> list[GroupPlan]:
@@ -162,7 +153,7 @@ def check_equal_models(groups: Sequence[ParameterGroup], transport: Transport, n
                     )
 
 
-class FSDPExchange(HasGatheredState):
+class FSDPExchange(GradientExchange):
     """Exchanges a sharded model's gradients between machines with compression. `compress` is another name for it.
 
     Construction is collective, after `fully_shard` with `local_mesh(transport)` and before training. All machines
@@ -199,34 +190,25 @@ class FSDPExchange(HasGatheredState):
         grad_scaler: Any = None,
         steps_per_epoch: int | None = None,
     ):
-        check_nonfinite(nonfinite, grad_scaler)
-        check_steps_per_epoch(steps_per_epoch)
+        settings = ExchangeSettings(compression, nonfinite, grad_scaler, steps_per_epoch)
         check_ranks(transport)
-        route = as_route(compression)
-        for rule in route.rules:
+        for rule in settings.route.rules:
             if isinstance(rule.compressor, ExchangesMomentum):
                 raise ValueError(
                     f"{type(rule.compressor).__name__} exchanges the momentum of an optimizer, which dgc.fsdp does"
                     " not pass to it: use a compressor of gradients"
                 )
-        check_settings(
-            transport,
-            "settings",
-            nonfinite=nonfinite,
-            steps_per_epoch=steps_per_epoch,
-            uses_grad_scaler=is_used(grad_scaler),
-            compression=route if isinstance(compression, Route) else route.rules[0].compressor,
-        )
+        settings.check_equal(transport)
         self._groups = groups = parameter_groups(model, machines(transport)[transport.group_rank("cross")])
         for group in groups:
             group.check_no_hook()
             group.check_elements()
         self._name, self._machines = unique_prefix(transport), transport.group_size("cross")
-        self._plans = plan_groups(groups, route, self._name)
-        self._planned = [bucket for plan in self._plans for bucket in plan.buckets]
+        self._plans = plan_groups(groups, settings.route, self._name)
+        planned = [bucket for plan in self._plans for bucket in plan.buckets]
         cross = CrossMachineTransport(transport)
         barrier(cross, "groups")  # raises ValueError if the transport has none
-        self._loss_scale = LossScale(grad_scaler, self._planned)
+        loss_scale = LossScale(grad_scaler, planned)
         # whole parameters, so that a difference in rows that only some ranks have is seen by all of them
         own = [
             (plan.group.label, name, str(p.dtype), tuple(p.shape), type(compressor).__name__)
@@ -237,32 +219,31 @@ class FSDPExchange(HasGatheredState):
         # in model order: positions name the saved states
         compressors = list(dict.fromkeys(c for plan in reversed(self._plans) for c in plan.compressors))
         register_compressors(compressors, cross)
-        super().__init__(
-            keep_states(self._planned, cross.size, cross.rank, compressors), transport, steps_per_epoch
+        states, buckets = (
+            keep_states(planned, cross.size, cross.rank, compressors),
+            [p.buckets for p in self._plans],
         )
-        self.meter, self.dropped_steps = TrafficMeter(), 0
+        plan = GradientPlan(buckets, states, cross, self._name, loss_scale)
+        effect = "every rank drops this step, in which every .grad is None"
+        super().__init__(settings, plan, transport, TrafficMeter(), effect)
         self._parameters = {p for group in groups for p in group.parameters}
-        self._model, self._nonfinite = weakref.ref(model), nonfinite
-        buckets = [plan.buckets for plan in self._plans]
-        self._engine = Engine(buckets, cross, self.meter, self._name, self._begin_step, self._loss_scale)
+        self._model = ref(model)
         self._engine.order = StartOrder([1] * len(groups), transport, self._name)
         self._parts = [0] * len(groups)  # reduce-scatters of each group in this backward pass
         self._expected: list[int] | None = None  # the same, of the first pass
-        self._end: weakref.ref[Callable[[], None]] | None = None  # of this backward pass, while that has not ended
         self._momentum: WeakKeyDictionary[Optimizer, MomentumCheck] = WeakKeyDictionary()
         self._end_checks, self._awaited_step = before_steps(self.check_step), AwaitedStep(self._parameters)
         self._side = side = self._engine.streams.get(groups[0].device)
         for g, group in enumerate(groups):
             group.install(partial(self._take, g), side.stream if side else None)
             group.claim(self)
-        self._epochs.begin()
 
     # --- one backward pass ------------------------------------------------------------------------
 
     @torch.no_grad()
     def _take(self, g: int, output: Tensor) -> None:
         """Take the gradients of a group. On a GPU, the current stream is the side stream."""
-        if self._end is None or self._end() is None:
+        if not self._pass.is_running:
             self._begin()
         plan = self._plans[g]
         plan.group.check(output)
@@ -281,36 +262,33 @@ class FSDPExchange(HasGatheredState):
             self._parts[g] += 1
             self._engine.order.add(g)
             if self._expected is not None:
-                self._start(self._engine.order.start())
+                for full in self._engine.order.start():
+                    self._start(full)
                 self._engine.advance()
 
     def _begin(self) -> None:
         """Begin a backward pass."""
         self._engine.check_ended("backward()")
         check_all_exchanged(self._groups)
-        if self._end is not None:  # an exception ended the pass before
+        if self._pass.has_failed:
             for plan in self._plans:
                 plan.has_gradients = False
-
-        def end() -> None:
-            if any(group.is_exchanged for group in self._groups):
-                self._finish()
-            self._end = None
-
-        self._end = weakref.ref(end)  # autograd drops `end` if the pass ends with an exception
-        # runs after that of FSDP2, which was queued when backward began
-        torch.autograd.Variable._execution_engine.queue_callback(end)
+        self._pass.begin(self._end)
         self._parts = [0] * len(self._plans)
         self._engine.order.reset()
         for g, group in enumerate(self._groups):
             if not group.is_exchanged:
                 self._engine.order.add(g)  # nothing to wait for
 
-    def _start(self, groups: Iterable[int]) -> None:
-        for g in groups:
-            if self._groups[g].is_exchanged:
-                self._plans[g].fill()
-                self._engine.start(g)
+    def _start(self, g: int) -> None:
+        if self._groups[g].is_exchanged:
+            self._plans[g].fill()
+            self._engine.start(g)
+
+    def _end(self) -> None:
+        """End a backward pass, unless no group was to be exchanged in it."""
+        if any(group.is_exchanged for group in self._groups):
+            self._finish()
 
     @torch.no_grad()
     def _finish(self) -> None:
@@ -319,9 +297,7 @@ class FSDPExchange(HasGatheredState):
         if is_first:
             check_equal_models(self._groups, self._ranks, f"{self._name}.models")
         with self._side.after_caller() if self._side else nullcontext():
-            self._start(self._engine.order.start(only_full=False))
-            outcome = self._engine.finish(not is_first, self._reason)
-            self._awaited_step.begin()
+            outcome = self._finish_step(learn=not is_first)
             if is_first:
                 self._expected = [max(1, parts) for parts in self._parts]
                 self._engine.order = StartOrder(self._expected, self._ranks, self._name)
@@ -337,8 +313,8 @@ class FSDPExchange(HasGatheredState):
         if outcome.nonfinite is not None:
             self._drop(outcome.nonfinite)
 
-    def _reason(self, reason: str | None) -> str | None:
-        """Return why every rank drops this step, or None. All machines have the same results of a shard."""
+    def _judge(self, reason: str | None) -> str | None:
+        # all machines have the same results of a shard
         flag = torch.tensor([reason is not None], dtype=torch.int64)
         if not all_reduce(self._ranks, flag, "max", f"{self._name}.dropped", "local").item():
             return None
@@ -346,24 +322,11 @@ class FSDPExchange(HasGatheredState):
         return f"{next(filter(None, reasons))} (the rank is the number of a machine)"
 
     def _drop(self, reason: str) -> None:
-        self.dropped_steps += 1
         for plan in self._plans:
             plan.has_gradients = False
-        for p in self._parameters:
-            if not self._loss_scale.enabled:
-                p.grad = None
-            elif p.grad is not None:
-                local(p.grad).fill_(float("nan"))
-        if self._nonfinite == "raise":
+        self._drops.withhold(self._parameters)
+        if self._drops.drop(reason):
             raise NonFiniteGradientError(reason)
-        if self.dropped_steps == 1 and not self._loss_scale.enabled and self._ranks.rank == 0:
-            warn_of_drop(reason, "every rank drops this step, in which every .grad is None")
-
-    def _check_taken(self, call: str) -> None:
-        self._awaited_step.check(call)
-
-    def _check_idle(self, call: str) -> None:
-        self._engine.check_idle(call, self._end is not None and self._end() is not None)
 
     # --- steps of optimizers ----------------------------------------------------------------------
 
@@ -377,7 +340,7 @@ class FSDPExchange(HasGatheredState):
             for name, p in model.named_parameters() if model is not None else ():
                 if p in steps and p.requires_grad and p not in self._parameters:
                     raise_not_exchanged(name)
-            self._momentum[optimizer] = MomentumCheck(optimizer, self._planned, self._ranks)
+            self._momentum[optimizer] = MomentumCheck(optimizer, self.planned, self._ranks)
             if self._steps <= 1:
                 self._warn_of_lost_state(optimizer)
         self._check_idle("optimizer.step()")

@@ -21,7 +21,7 @@ from dgc.comm.requests import AllReduce, Conversation
 from dgc.comm.transport import CrossMachineTransport, Transport
 from dgc.fsdp.shards import check_ended, check_ranks, machines, parameter_groups, sharded_like
 from dgc.gossip.protocol import Gossip, UsesOptimizer
-from dgc.optim.local import LocalOptimizer, check_method
+from dgc.optim.local import OF_ANOTHER_RANK, LocalOptimizer, check_method
 
 
 class ShardedLocalOptimizer(LocalOptimizer):
@@ -110,10 +110,7 @@ class ShardedLocalOptimizer(LocalOptimizer):
         reason = super()._nonfinite()
         if RunningConversation("local.finite", _all_are(reason is None), self._ranks, self.meter).finish():
             return None
-        if reason is None:
-            self.dropped_steps += 1
-            reason = "a gradient on another rank of this machine has NaN or inf"
-        return reason
+        return reason or OF_ANOTHER_RANK
 
     def close(self) -> None:
         super().close()

@@ -33,7 +33,6 @@ the error, and resets it at times; here it is the error itself. hpZ is FSDP2's `
 gather in backward is among L ranks then, of values that are rounded already, and is left as it is.
 """
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -45,13 +44,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 import dgc.kernels as kernels
+from dgc.bucket import local_part
 from dgc.comm.meter import TrafficMeter
 from dgc.compression.protocol import NonFiniteGradientError
-from dgc.engine.loop import LossScale, warn_of_drop
-from dgc.engine.options import check_nonfinite
-from dgc.engine.steps import AwaitedStep, check_not_running
+from dgc.engine.drops import DropPolicy, check_nonfinite
+from dgc.engine.loop import LossScale
+from dgc.engine.steps import AwaitedStep, BackwardPass, check_not_running
 from dgc.fsdp.shards import ParameterGroup, Place, parameter_groups, sharded_like
-from dgc.gossip.model import local
 from dgc.kernels import BlockCode, usable
 from dgc.state import check_mapping, check_tensor
 from dgc.wire.envelope import Unchecked, blank, envelope
@@ -385,10 +384,14 @@ class FSDPQuantizer:
             if not any(type(value) is type(choice) and value == choice for choice in allowed):
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {value!r}")
         self.error, self.scale = error, LossScale(grad_scaler, ())
-        self.meter, self.dropped_steps = TrafficMeter(dense="FSDP2's own collectives"), 0
-        self._nonfinite = nonfinite
+        self.meter = TrafficMeter(dense="FSDP2's own collectives")
         self._groups = parameter_groups(model, mesh="init_device_mesh(device, (ranks,))", frozen=True)
         self._mesh = self._groups[0].gathered[0].device_mesh
+        effect, is_first = (
+            "every rank drops this step, in which every .grad is None",
+            not self._mesh.get_local_rank(),
+        )
+        self._drops = DropPolicy(nonfinite, effect, grad_scaler=grad_scaler, warns=is_first)
         settings = {name: value for name, (value, _) in choices.items()}
         self._check_settings({**settings, "nonfinite": nonfinite, "uses_grad_scaler": self.scale.enabled})
         ranks = self._mesh.size()
@@ -417,11 +420,12 @@ class FSDPQuantizer:
         self._reports: list[_Report] = []
         self._sum: _Sum | None = None
         self._memory: dict[str, Tensor] = {}
-        self._end: weakref.ref[Callable[[], None]] | None = None  # of this backward pass, while that has not ended
+        self._pass = BackwardPass()
         self._awaited_step = AwaitedStep(p for group in self._groups for p in group.parameters)
 
-    def _is_running(self) -> bool:
-        return self._end is not None and self._end() is not None
+    @property
+    def dropped_steps(self) -> int:
+        return self._drops.dropped
 
     def _check_settings(self, own: Mapping[str, object]) -> None:
         found = self._of_each_rank(own)
@@ -437,20 +441,13 @@ class FSDPQuantizer:
 
     def begin(self) -> None:
         """Begin a backward pass, unless that has been done."""
-        if self._is_running():
+        if self._pass.is_running:
             return
         for group in self._groups:
             group.check_not_replaced("quantize")
         self._forget()  # what a pass that ended with an exception has left
         self._reports = [report for report in self._reports if isinstance(report.collective, _AllGather)]
-
-        def end() -> None:
-            self._end = None
-            self._finish()
-
-        self._end = weakref.ref(end)  # autograd drops `end` if the pass ends with an exception
-        # runs after that of FSDP2, which was queued when backward began
-        torch.autograd.Variable._execution_engine.queue_callback(end)
+        self._pass.begin(self._finish)
 
     def memory(self, what: str, like: Tensor) -> Tensor:
         """Return fp32 memory like `like`. On a CPU all groups use the same: new pages take as long as the work."""
@@ -496,7 +493,7 @@ class FSDPQuantizer:
     def _check_own_weights(self) -> None:
         """As `_check_weights`, on one rank."""
         for group in self._groups:
-            if problem := _first_unusable(group.gathered_names, [local(p) for p in group.gathered]):
+            if problem := _first_unusable(group.gathered_names, [local_part(p) for p in group.gathered]):
                 raise RuntimeError(f"{problem}: it cannot be trained further. Load a checkpoint")
 
     def count(self, payload: int, wire: float, dense: float) -> None:
@@ -523,19 +520,9 @@ class FSDPQuantizer:
         finally:
             self._forget()
         if problem is not None:
-            self._drop(f"the gradient of {problem}")
-
-    def _drop(self, reason: str) -> None:
-        self.dropped_steps += 1
-        for p in (p for group in self._groups for p in group.parameters):
-            if not self.scale.enabled:
-                p.grad = None
-            elif p.grad is not None:
-                local(p.grad).fill_(float("nan"))
-        if self._nonfinite == "raise":
-            raise NonFiniteGradientError(reason)
-        if self.dropped_steps == 1 and not self.scale.enabled and self._mesh.get_local_rank() == 0:
-            warn_of_drop(reason, "every rank drops this step, in which every .grad is None")
+            self._drops.withhold(p for group in self._groups for p in group.parameters)
+            if self._drops.drop(reason := f"the gradient of {problem}"):
+                raise NonFiniteGradientError(reason)
 
     def close(self) -> None:
         """Give the model FSDP2's own collectives again. The error is lost."""
@@ -562,7 +549,7 @@ class FSDPQuantizer:
         Raises:
             RuntimeError: It is called between backward() and the optimizer's step().
         """
-        check_not_running("state_dict()", self._is_running())
+        check_not_running("state_dict()", self._pass.is_running)
         self._awaited_step.check("state_dict()")
         errors, each = dict[str, DTensor](), dict[str, DTensor]()
         for own in self._sums if self.error else ():
@@ -572,7 +559,7 @@ class FSDPQuantizer:
             )
             for (name, p, rows, views), dim in zip(places, own.group.dims, strict=True):
                 error = DTensor.from_local(_joined(rows, p.shape, dim), p.device_mesh, [Partial("sum")])
-                errors[name] = sharded_like(p, local(error.redistribute(placements=p.placements)) / len(rows))
+                errors[name] = sharded_like(p, local_part(error.redistribute(placements=p.placements)) / len(rows))
                 if of_each_rank:
                     stored = torch.cat(views, 1).view(1, -1)
                     each[name] = DTensor.from_local(stored, p.device_mesh, [Shard(0)], run_check=False)
@@ -588,7 +575,7 @@ class FSDPQuantizer:
             ValueError: On every rank, if the state of one has not the error of these parameters, was saved with
                 another `error`, or is damaged. Nothing is changed then.
         """
-        check_not_running("load_state_dict()", self._is_running())
+        check_not_running("load_state_dict()", self._pass.is_running)
         exact, problem = False, None
         try:
             exact = self._check_state(state)
@@ -608,7 +595,7 @@ class FSDPQuantizer:
             kept = own.exact().clone()
             if exact:
                 for name, views in zip(own.group.names, own.parts(kept), strict=True):
-                    stored, widths = local(state["ranks"][name]), [view.shape[1] for view in views]
+                    stored, widths = local_part(state["ranks"][name]), [view.shape[1] for view in views]
                     for view, part in zip(views, stored.view(len(kept), -1).split(widths, 1), strict=True):
                         view.copy_(part)
             else:
@@ -644,7 +631,7 @@ class FSDPQuantizer:
                     raise ValueError(
                         f"{what} is not sharded as the parameter, of shape {list(p.shape)}: {error!r}"
                     )
-                check_tensor(what, local(error), local(p).shape)
+                check_tensor(what, local_part(error), local_part(p).shape)
                 if each:
                     self._check_stored(what, each[name], own.layout.ranks, views)
         return bool(each)
@@ -659,7 +646,7 @@ class FSDPQuantizer:
                 f"{first.dtype} {list(expected)}, a row for each rank: it was saved with another error= or number "
                 "of ranks. Load the checkpoint into state_dict(of_each_rank=False)"
             )
-        stored = local(error)
+        stored = local_part(error)
         check_tensor(what, stored, (1, numel), first.dtype)
         if self.error == "int8":  # the first view has the scales, which are bfloat16
             scales = stored.view(ranks, -1)[:, : first.shape[1]].contiguous().view(torch.bfloat16).float()

@@ -7,13 +7,7 @@ from jaxtyping import Float32
 from torch import Tensor
 
 from dgc.arguments import checked
-from dgc.bucket import Segment, lay_out
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor that FSDP2 has sharded, or the tensor itself."""
-    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return part
+from dgc.bucket import Segment, lay_out, local_part
 
 
 def of_own_storage(view: Tensor) -> Tensor:
@@ -52,7 +46,9 @@ class FlatModel:
 
     def __init__(self, named_parameters: Sequence[tuple[str, Tensor]], momenta: Sequence[tuple[str, Tensor]] = ()):
         with torch.no_grad():
-            parts = [(name, p, part) for name, p in (*named_parameters, *momenta) if (part := local(p)).numel()]
+            parts = [
+                (name, p, part) for name, p in (*named_parameters, *momenta) if (part := local_part(p)).numel()
+            ]
         self.momenta = frozenset(name for name, _ in momenta)
         self.parameters = [p for name, p, _ in parts if name not in self.momenta]
         if not self.parameters:
@@ -82,7 +78,7 @@ class FlatModel:
     def gather(self) -> None:
         """Copies parameters that were moved to other memory. Adds changes of parameters of other dtypes to z."""
         for p, view in zip(self._tensors, self._views, strict=True):
-            part = local(p)
+            part = local_part(p)
             if part.dtype != view.dtype:
                 view.sub_(view.to(part.dtype)).add_(part)
             elif part.data_ptr() != view.data_ptr():
@@ -94,7 +90,7 @@ class FlatModel:
     def scatter(self) -> None:
         """Copies z to the parameters that do not share its memory."""
         for p, view in zip(self._tensors, self._views, strict=True):
-            part = local(p)
+            part = local_part(p)
             if part.data_ptr() != view.data_ptr():
                 part.copy_(view)
 

@@ -21,7 +21,8 @@ from dgc.compression.protocol import Compressor
 from dgc.compression.route import Route
 from dgc.engine.agreement import Agreement
 from dgc.engine.buckets import MEGABYTE, PlannedBucket, keep_states, plan_buckets, states_in_order
-from dgc.engine.loop import Engine, warn_of_drop
+from dgc.engine.drops import DropPolicy
+from dgc.engine.loop import Engine
 from dgc.engine.options import as_route, register_compressors
 from dgc.engine.state import named_methods, texts
 from dgc.gossip.model import FlatModel
@@ -155,7 +156,8 @@ class ModelExchange:
         self._engine = Engine(groups, transport, meter, name, counts_dense=False)
         optimizer = f"{name} (of {len(named)} tensors, the first {named[0][0]})"
         self._agreement = Agreement(transport, optimizer, self.what, AGREE)
-        self.dropped, self._warns = 0, transport.rank == 0
+        effect, warns = "every rank drops the steps since the exchange before", transport.rank == 0
+        self._drops = DropPolicy("skip", effect, warns=warns, counter=self.counter)
 
     def _finish(self) -> str | None:
         """Wait for the means and write them into the buckets. Return why they cannot be used, or None."""
@@ -167,11 +169,17 @@ class ModelExchange:
                 result.write_to(plan.bucket)
         return outcome.nonfinite
 
+    @property
+    def dropped(self) -> int:
+        """Number of exchanges that were dropped. A method sets it when it loads a state."""
+        return self._drops.dropped
+
+    @dropped.setter
+    def dropped(self, number: int) -> None:
+        self._drops.dropped = number
+
     def _drop(self, reason: str) -> None:
-        self.dropped += 1
-        if self.dropped == 1 and self._warns:
-            effect = "every rank drops the steps since the exchange before"
-            warn_of_drop(f"in {self.what}, {reason}", effect, self.counter)
+        self._drops.drop(f"in {self.what}, {reason}")
 
     def errors(self) -> Iterator[Tensor]:
         return (error for states in self.states for error in states.errors())

@@ -26,25 +26,13 @@ from dgc.comm.transport import Transport
 from dgc.compression.dense import HorovodCompression
 from dgc.compression.protocol import Compressor, NonFiniteGradientError, Result, SparseResult
 from dgc.compression.route import Route
-from dgc.engine.agreement import check_settings
-from dgc.engine.buckets import (
-    PlannedBucket,
-    SparseUpdate,
-    check_equal_plans,
-    describe,
-    plan_buckets,
-    states_in_order,
-)
-from dgc.engine.hierarchy import plan_compressors
-from dgc.engine.loop import Engine, LossScale, is_used, warn_of_drop
+from dgc.engine.buckets import PlannedBucket, SparseUpdate
+from dgc.engine.exchange import ExchangeSettings, GradientExchange, plan_gradients
 from dgc.engine.options import (
-    MomentumCheck,
     SupportsCorrectedGradients,
-    as_route,
     check_arguments,
     check_needs_no_closure,
     check_no_unfrozen,
-    check_nonfinite,
     check_not_sharded,
     check_not_wrapped,
     check_steps,
@@ -54,9 +42,7 @@ from dgc.engine.options import (
     name_parameters,
     reduction_factor,
     release,
-    unique_prefix,
 )
-from dgc.engine.state import check_steps_per_epoch
 from dgc.engine.steps import check_taken
 from dgc.optim.broadcast import create_state
 from dgc.optim.wrapper import Wrapper
@@ -68,7 +54,7 @@ OF_ANOTHER = (
 )
 
 
-class DistributedOptimizer(Wrapper):
+class DistributedOptimizer(Wrapper, GradientExchange):
     """Wraps an optimizer: averages its gradients over all ranks with compression, then steps it on the averages.
 
     Learning-rate schedulers, parameter groups and state are those of the wrapped optimizer. Parameters without
@@ -132,8 +118,8 @@ class DistributedOptimizer(Wrapper):
         hierarchical: str | bool = "off",
     ):
         check_arguments(backward_passes_per_step, gradient_predivide_factor, num_groups, groups)
-        check_nonfinite(nonfinite, grad_scaler)
         check_steps(optimizer, "DistributedOptimizer")
+        self.inner = optimizer
         check_needs_no_closure(optimizer, "DistributedOptimizer")
         if process_set is not None:
             if transport is not None:
@@ -143,36 +129,21 @@ class DistributedOptimizer(Wrapper):
         named = name_parameters(optimizer, named_parameters)
         self._parameter_names = {p: name for name, p in named}  # Horovod has it, and programs read it
         check_not_wrapped(named, "DistributedOptimizer")
-        self.route = as_route(compression)
         check_not_sharded(named, "DistributedOptimizer", "use dgc.fsdp.compress")
-        check_steps_per_epoch(steps_per_epoch)
         check_transport(transport)
-        self.transport = transport or default_transport(point_to_point=self.route.point_to_point)
-        self.meter = TrafficMeter(self.transport.local_size)
-        self.nonfinite, self.dropped_steps = nonfinite, 0
-        self._factor = reduction_factor(op, self.transport.size)
-        check_settings(
-            self.transport,
-            "settings",
+        settings = ExchangeSettings(compression, nonfinite, grad_scaler, steps_per_epoch, bucket_mb, hierarchical)
+        self.route = settings.route
+        transport = transport or default_transport(point_to_point=self.route.point_to_point)
+        self._factor = reduction_factor(op, transport.size)
+        settings.check_equal(
+            transport,
             op="average" if self._factor == 1 else "sum",
             backward_passes_per_step=backward_passes_per_step,
-            nonfinite=nonfinite,
-            bucket_mb=bucket_mb,
-            steps_per_epoch=steps_per_epoch,
-            uses_grad_scaler=is_used(grad_scaler),
-            hierarchical=hierarchical,
-            compression=self.route if isinstance(compression, Route) else self.route.rules[0].compressor,
         )
-        prefix = unique_prefix(self.transport)
-        self.planned = plan_buckets(named, self.route.compressor_for, bucket_mb, prefix)
-        self._loss_scale = LossScale(grad_scaler, self.planned)
-        self._momentum = MomentumCheck(optimizer, self.planned, self.transport, self._factor)
-        check_equal_plans(describe(self.planned), self.transport)
-        self.place, self.part = plan_compressors(self.planned, self.transport, hierarchical)
-        super().__init__(optimizer, states_in_order(self.planned, named), self.transport, steps_per_epoch)
-        buckets = [[plan] for plan in self.planned]
-        self._engine = Engine(buckets, self.transport, self.meter, prefix, self._begin_step, self._loss_scale)
-        self._epochs.begin()
+        plan = plan_gradients(settings, named, transport, optimizer, self._factor)
+        assert plan.momentum is not None
+        self._momentum = plan.momentum
+        GradientExchange.__init__(self, settings, plan, transport, TrafficMeter(transport.local_size))
         self._should_synchronize, self._averaged_for_scaler = True, False
         self._averaged = False  # whether .grad holds the averages, with nothing added since
         self._dropped = False  # whether the last averaged gradients were not finite
@@ -234,6 +205,9 @@ class DistributedOptimizer(Wrapper):
 
     def _start(self, b: int) -> None:
         plan = self.planned[b]
+        for i, left in enumerate(self._passes_left[b]):
+            if left:
+                plan.collect(i)
         self._check_unchanged(b)
         self._engine.start(b)
         if plan.bucket.is_flat:
@@ -287,12 +261,7 @@ class DistributedOptimizer(Wrapper):
             for b in range(len(self.planned)):
                 self._check_unchanged(b)
             with self._engine.intact:
-                for b in self._engine.order.start(only_full=False):
-                    plan = self.planned[b]
-                    for i in range(len(plan.parameters)):
-                        plan.collect(i)
-                    self._start(b)
-                outcome = self._engine.finish(learn=True)
+                outcome = self._finish_step()
                 for plan in self.planned:
                     if plan.bucket.is_flat:
                         plan.attach()
@@ -307,11 +276,8 @@ class DistributedOptimizer(Wrapper):
                 self.inner.state.clear()
         self._dropped = outcome.nonfinite is not None
         if outcome.nonfinite is not None:
-            self.dropped_steps += 1
-            if self.nonfinite == "raise":
+            if self._drops.drop(outcome.nonfinite):
                 raise NonFiniteGradientError(outcome.nonfinite)
-            if self.dropped_steps == 1 and not self._loss_scale.enabled and self.transport.rank == 0:
-                warn_of_drop(outcome.nonfinite, "every rank drops this step", stacklevel=4)
         return outcome.results
 
     @contextmanager
@@ -418,8 +384,8 @@ class DistributedOptimizer(Wrapper):
                 if p not in self._slots:
                     p.grad = None  # always: a zero gradient would decay frozen parameters
 
-    def _check_idle(self, call: str) -> None:
-        self._engine.check_idle(call, is_running=True)
+    def _is_running(self) -> bool:
+        return True  # until step(), which an exception in backward does not take from the user
 
     def _check_taken(self, call: str) -> None:
         if self._averaged and not self._dropped:

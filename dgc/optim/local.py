@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dgc.bucket import local_part
 from dgc.comm.collectives import all_gather_object, all_reduce, barrier
 from dgc.comm.connect import default_transport, running_transports
 from dgc.comm.conversation import Intact, without_autocast
@@ -21,10 +22,10 @@ from dgc.comm.transport import CrossMachineTransport, Transport
 from dgc.compression.protocol import NonFiniteGradientError
 from dgc.engine.agreement import check_settings, checksum
 from dgc.engine.buckets import check_equal_plans
-from dgc.engine.loop import warn_of_drop
+from dgc.engine.drops import DropPolicy, check_nonfinite
+from dgc.engine.gathered import HasGatheredState
 from dgc.engine.options import (
     check_no_unfrozen,
-    check_nonfinite,
     check_not_sharded,
     check_optimizer_state,
     check_steps,
@@ -38,12 +39,13 @@ from dgc.engine.options import (
 )
 from dgc.engine.state import check_is_state, identity_of
 from dgc.engine.steps import check_not_running
-from dgc.gossip.model import FlatModel, local
+from dgc.gossip.model import FlatModel
 from dgc.gossip.protocol import Gossip, UsesOptimizer
 from dgc.optim.wrapper import Wrapper
 from dgc.state import with_tensors
 
 BUFFER = "momentum_buffer"  # what torch calls the momentum of SGD and Muon
+OF_ANOTHER_RANK = "a gradient on another rank of this machine has NaN or inf"  # and that rank has the reason
 MAX_STEP_LAG = 16  # in an exponential graph of 2**16 ranks a slow rank delays all others after 16 steps
 
 
@@ -95,13 +97,14 @@ class LocalOptimizer(Wrapper):
         self.transport = transport or default_transport(point_to_point=True)
         # all ranks of the run, by whose numbers messages name them
         ranks = transport.inner if isinstance(transport, CrossMachineTransport) else self.transport
-        super().__init__(optimizer, [method], ranks)
+        self.inner = optimizer
+        drops = DropPolicy(nonfinite, f"this {self._worker} drops its step")
+        HasGatheredState.__init__(self, [method], ranks, None, drops)
         self._takes_common_steps = method.is_synchronous
         self.max_step_lag = MAX_STEP_LAG if method.is_synchronous else None
-        self.method, self.nonfinite = method, nonfinite
+        self.method = method
         # HierarchicalGossip's algorithm between machines counts these as its ranks
         self.meter = TrafficMeter(1 if method.needs_groups else self.transport.local_size)
-        self.dropped_steps = 0
         self._intact = Intact()
         self.consensus_distance = float("nan")
         named = name_parameters(optimizer, named_parameters)
@@ -158,11 +161,13 @@ class LocalOptimizer(Wrapper):
         self._settle()
         self._begin_step()
         self._begins = False
-        reason = self._nonfinite()
+        reason, by_scaler = self._nonfinite(), getattr(self, "found_inf", None) is not None
+        raises = reason is not None and self._drops.drop(
+            reason, by_scaler=by_scaler, warns=reason != OF_ANOTHER_RANK
+        )
         step = partial(self._step, closure, loss) if reason is None else lambda: None
         self._timed("step", lambda: self.method.update(step, float(self.param_groups[0]["lr"])))
-        # after the exchange, in which other ranks wait for this one
-        if reason is not None and self.nonfinite == "raise" and getattr(self, "found_inf", None) is None:
+        if raises:  # after the exchange, in which other ranks wait for this one
             raise NonFiniteGradientError(reason)
         return loss
 
@@ -256,20 +261,11 @@ class LocalOptimizer(Wrapper):
         self.meter.seconds[phase] += max(0.0, perf_counter() - start - counted)
 
     def _nonfinite(self) -> str | None:
-        """Why this rank drops its step, which it counts, or None: its gradients are finite.
+        """Why this rank drops its step, or None: its gradients are finite.
 
         If a GradScaler has scaled them, they are unscaled first.
         """
-        reason = self._nonfinite_of_gradients()
-        if reason is None:
-            return None
-        self.dropped_steps += 1
-        if self.dropped_steps == 1 and self.nonfinite == "skip" and getattr(self, "found_inf", None) is None:
-            warn_of_drop(reason, f"this {self._worker} drops its step", stacklevel=4)
-        return reason
-
-    def _nonfinite_of_gradients(self) -> str | None:
-        owned = [(segment.name, local(p.grad)) for p, segment in self.model.pairs() if p.grad is not None]
+        owned = [(segment.name, local_part(p.grad)) for p, segment in self.model.pairs() if p.grad is not None]
         if not owned:
             return None
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
@@ -366,7 +362,7 @@ class LocalOptimizer(Wrapper):
         self._check_idle("compression_state_dict()")
         self._gather()
         self.method.flush()
-        own = with_tensors(lambda tensor: local(tensor).clone(), self.state_dict())
+        own = with_tensors(lambda tensor: local_part(tensor).clone(), self.state_dict())
         return {**super().compression_state_dict(), "optimizer": own}
 
     def _check_idle(self, call: str) -> None:
@@ -461,11 +457,11 @@ class Momenta:
             self._check_keys(name, state)
             if state.get(BUFFER) is None:
                 # zeros would change the first step of an SGD with dampening; without a gradient there is no step
-                if p.grad is not None and local(momentum).any():
+                if p.grad is not None and local_part(momentum).any():
                     self._optimizer.state[p][BUFFER] = momentum
                 continue
             if loads:
-                local(momentum).copy_(local(state[BUFFER]))
+                local_part(momentum).copy_(local_part(state[BUFFER]))
             state[BUFFER] = momentum
 
 
@@ -493,7 +489,11 @@ def check_tensors(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
             for key, value in state["state"].get(i, {}).items():
                 if not isinstance(value, Tensor) or not value.dim():
                     continue
-                what, own, part = f"{key} of parameter {i} of the optimizer's state", local(p), local(value)
+                what, own, part = (
+                    f"{key} of parameter {i} of the optimizer's state",
+                    local_part(p),
+                    local_part(value),
+                )
                 fits = part.shape == own.shape
                 if key != BUFFER and not fits:  # factored moments have dimensions of size 1
                     sizes = zip(part.shape, own.shape, strict=False)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from dgc.arguments import FLAG, NUMBER, WHOLE, require
+from dgc.bucket import local_part
 from dgc.comm.conversation import without_autocast
 from dgc.engine.options import as_number, check_adam, check_optimizer_state, check_saved_groups, loss_of
 from dgc.optim.muon_rule import rows_of
@@ -222,7 +223,7 @@ class MuonWithAdamW(Optimizer):
     def _step_matrix(self, p: Any, group: dict[str, Any]) -> None:
         """The step of a parameter in fp32, or of a shard, for which all rows are gathered in the type of NS."""
         momentum, mu = self._momentum(p), group["momentum"]
-        x, g, m = (getattr(t, "to_local", lambda t=t: t)() for t in (p.detach(), p.grad, momentum))
+        x, g, m = map(local_part, (p.detach(), p.grad, momentum))
         m.lerp_(g, 1 - mu)
         u = (g.lerp(m, mu) if group["nesterov"] else m).to(NS[group["ns_precision"]])
         if hasattr(p, "to_local"):

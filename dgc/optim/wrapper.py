@@ -1,6 +1,6 @@
 """Base class of the optimizers that wrap another one."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -10,7 +10,7 @@ from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
 from dgc.engine.gathered import HasGatheredState
 from dgc.engine.options import load_optimizer_state
-from dgc.engine.state import BucketStates, Method
+from dgc.engine.state import BucketStates
 
 
 class Wrapper(HasGatheredState, Optimizer):
@@ -21,19 +21,7 @@ class Wrapper(HasGatheredState, Optimizer):
 
     transport: Transport
     meter: TrafficMeter
-    dropped_steps: int
-    """Number of steps dropped because of NaN or inf in a gradient."""
-
-    def __init__(
-        self,
-        inner: Optimizer,
-        methods: Sequence[Method],
-        transport: Transport,
-        steps_per_epoch: int | None = None,
-    ):
-        # Optimizer.__init__ is not called: it would create its own groups and hooks
-        self.inner: Any = inner
-        HasGatheredState.__init__(self, methods, transport, steps_per_epoch)
+    inner: Any  # Optimizer.__init__ is not called: it would create groups and hooks
 
     @property
     def _optimizer(self) -> Optimizer | None:

@@ -234,7 +234,7 @@ def test_three_lines_train() -> None:
         if step % 20 >= 10:
             optimizer.zero_grad()
         losses.append(loss.item())
-    assert losses[-1] < 0.2 * losses[0] and powersgd.state_dict()["errors"]["param0"].any()
+    assert losses[-1] < 0.2 * losses[0] and powersgd.state_dict()["PowerSGDCompressor.0"]["errors"]["param0"].any()
     with pytest.raises(ValueError, match="built with other parameters"):
         optimizer_step(torch.optim.SGD(list(model.parameters())[::-1], lr=0.1), powersgd)
 
@@ -244,7 +244,7 @@ def test_a_switch_repeats_the_original_at_rank_1(count: int, half_steps: int) ->
     """The original divides the factors of all matrices of one shape by one norm, the paper each by its own."""
     config = Config(1, 0, half_steps, start_compressing_after_num_steps=0, orthogonalization="authors")
     powersgd = PowerSGD([torch.zeros(20, 30)] * count, config, alone())
-    saved, M = powersgd.state_dict(), torch.zeros(count, 20, 30)
+    saved, M = powersgd.state_dict()["PowerSGDCompressor.0"], torch.zeros(count, 20, 30)
     P, Q = (torch.stack([saved[side][f"param{i}"] for i in range(count)]) for side in "PQ")
     for step in range(3):
         gradients, mean = normal(count, 20, 30, seed=step), torch.zeros(count, 20, 30)
@@ -275,7 +275,7 @@ def test_aggregate_averages_over_ranks_and_refuses_nan() -> None:
             powersgd.aggregate([first, second / (1 - transport.rank), third])
         with pytest.raises(ValueError, match="1 gradients for 3 parameters"):
             powersgd.aggregate(g[:1])
-        return powersgd.state_dict()["P"]["param0"]
+        return powersgd.state_dict()["PowerSGDCompressor.0"]["P"]["param0"]
 
     assert torch.equal(*LockstepWorld(2).run(body))
 

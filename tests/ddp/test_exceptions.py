@@ -120,7 +120,7 @@ def test_exchanges_start_in_the_order_of_backward_and_an_exception_outside_of_it
         loss = model(torch.ones(2, SIZE))  # and then an exception before backward
         del loss
         assert all(map(torch.equal, gradients(model, 1.0 + step), gradients(other, 1.0 + step)))
-    names = [exchange._planned[b].bucket.segments[0].name for b in exchange._engine.order.groups]
+    names = [exchange.planned[b].bucket.segments[0].name for b in exchange._engine.order.groups]
     weights = [name for name in names if name.endswith("weight")]
     assert weights == [f"layers.{i}.weight" for i in reversed(range(LAYERS))]
 

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -259,3 +260,42 @@ def test_an_exchange_may_be_collected_during_a_step_of_an_optimizer(transport: T
     later.step()
     for handle in handles:
         handle.remove()
+
+
+BAD = {1, 2, 4}
+with_a_policy = pytest.mark.parametrize("build", [b for b in ADAPTERS.values() if b is not in_aggregator])
+
+
+@with_a_policy
+def test_dropped_steps_are_counted_and_only_the_first_one_is_warned_of(transport: Transport, build: Any) -> None:
+    trained = build(transport)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(6):
+            trained.spoilt(number, number in BAD)
+    assert len([w for w in caught if "Further dropped steps are only counted" in str(w.message)]) == 1
+    assert trained.owner.dropped_steps == len(BAD)
+
+
+@pytest.mark.parametrize("build", ADAPTERS.values(), ids=ADAPTERS)
+def test_dropped_steps_are_counted_and_each_raises_an_error(transport: Transport, build: Any) -> None:
+    trained = build(transport) if build is in_aggregator else build(transport, nonfinite="raise")
+    raised = []
+    for number in range(6):
+        try:
+            trained.spoilt(number, number in BAD)
+        except NonFiniteGradientError:
+            raised.append(number)
+    assert raised == sorted(BAD)
+    assert trained.owner.dropped_steps == len(BAD)
+
+
+@pytest.mark.parametrize("build", [in_optimizer, in_ddp, in_fsdp, in_quantized_fsdp])
+def test_a_dropped_step_leaves_the_weights_as_they_were(transport: Transport, build: Any) -> None:
+    trained = build(transport, nonfinite="raise")
+    for number in range(2):
+        trained.spoilt(number, False)
+    before = trained.weights()
+    with pytest.raises(NonFiniteGradientError):
+        trained.spoilt(2, True)
+    assert all(map(torch.equal, trained.weights(), before))

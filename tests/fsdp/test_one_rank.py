@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, init_device_mesh
 
+from dgc.bucket import local_part
 from dgc.comm.transport import Transport
 from dgc.compression import TwoPhaseCompressor
 from dgc.fsdp import compress, local_mesh, quantize
-from dgc.gossip.model import local
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 
@@ -59,7 +59,7 @@ def test_weights_with_nan_end_the_forward_pass(transport: Transport, gradients: 
     quantizer, batch = quantize(model, gradients, 8), batches(1, 0)[0]
     loss_of(model, batch).backward()
     with torch.no_grad():
-        local(model[2].weight)[0, 0] = torch.nan
+        local_part(model[2].weight)[0, 0] = torch.nan
     words = "2.weight on rank 0 has NaN or inf, or is 2\\*\\*64 or more: it cannot be trained further"
     check_refusals((partial(loss_of, model, batch), words), kind=RuntimeError)
     quantizer.close()
@@ -99,7 +99,7 @@ def test_a_trainable_parameter_without_elements_is_refused(transport: Transport,
 
 
 def errors_of(quantizer: Any) -> Any:
-    return {what: {n: local(e) for n, e in part.items()} for what, part in quantizer.state_dict().items()}
+    return {what: {n: local_part(e) for n, e in part.items()} for what, part in quantizer.state_dict().items()}
 
 
 @pytest.mark.parametrize("error", ["int8", "float32"])
@@ -115,10 +115,10 @@ def test_a_damaged_state_is_refused_and_changes_nothing(transport: Transport, er
                 state: Any = quantizer.state_dict(of_each_rank=exact)
                 name, valid = next(iter(state[part].items()))
                 if kind in NUMBERS and error == "int8" and part == "ranks":
-                    damaged = local(valid).clone()  # the scale of the first block
+                    damaged = local_part(valid).clone()  # the scale of the first block
                     damaged.view(-1)[:2] = torch.tensor([damage(torch.ones(1))]).bfloat16().view(torch.uint8)
                 else:
-                    damaged = damage(local(valid))
+                    damaged = damage(local_part(valid))
                 if isinstance(damaged, Tensor) and damaged.layout == torch.strided:
                     damaged = DTensor.from_local(damaged, valid.device_mesh, valid.placements, run_check=False)
                 state[part][name] = damaged

@@ -212,7 +212,8 @@ def test_redistributed_states_load_and_their_mean_is_unchanged(name: str, new: i
         return found
 
     def mean(states: Any) -> torch.Tensor:
-        errors = [s["errors"] if name == "aggregator" else s["DGCCompressor.0"]["velocities"] for s in states]
+        method, table = {"aggregator": ("PowerSGDCompressor", "errors")}.get(name, ("DGCCompressor", "velocities"))
+        errors = [state[f"{method}.0"][table] for state in states]
         return torch.stack([torch.cat([e.flatten().double() for e in its.values()]) for its in errors]).mean(0)
 
     torch.testing.assert_close(mean(LockstepWorld(new).run(body)), mean(states), rtol=0, atol=1e-6)

@@ -197,7 +197,7 @@ def test_means_of_blocks_are_written_into_ddps_buckets(transport: Any) -> None:
     """Ours get no memory, unless parameters may be unused."""
     table = (("8 bits", "default"), ("4 bits", "view"), ("8 bits", "unused"), ("hadamard", "default"))
     for (method, mode), uses_flat in zip(table, (False, False, True, True), strict=True):
-        buckets = [plan.bucket for plan in Trainer(transport, method, **OPTIONS[mode]).train().exchange._planned]
+        buckets = [plan.bucket for plan in Trainer(transport, method, **OPTIONS[mode]).train().exchange.planned]
         assert buckets and all(("_flat" in vars(bucket)) == uses_flat for bucket in buckets), (method, mode)
         assert all(bucket.destinations is None for bucket in buckets), (method, mode)
 

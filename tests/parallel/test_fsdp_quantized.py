@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from dgc.bucket import local_part
 from dgc.fsdp import quantize, quantized
-from dgc.gossip.model import local
 from dgc.wire.envelope import PayloadError
 
 on_ranks = each_rank_of(over(torchrun, 3), *(over(torchrun, ranks, pytest.mark.proof) for ranks in (2, 4)))
@@ -90,7 +90,9 @@ def test_collectives_overlap_unless_gradients_are_read_during_backward(transport
         model, early, events = build(sharded.of_all()), dict[Tensor, Tensor](), list[str]()
         quantizer = quantize(model, 8, 8)
         for p in model.parameters() if reader == "parameters" else ():
-            p.register_post_accumulate_grad_hook(lambda p, early=early: early.update({p: local(p.grad).clone()}))
+            p.register_post_accumulate_grad_hook(
+                lambda p, early=early: early.update({p: local_part(p.grad).clone()})
+            )
         for module in (model[0], model[2], model) if reader == "all-reduce" else ():
             module.set_all_reduce_hook(lambda output: output.mul_(2))
 
@@ -110,9 +112,9 @@ def test_collectives_overlap_unless_gradients_are_read_during_backward(transport
         with sums, patch.object(dist, "all_gather_single", partial(launch, "g")):
             loss.backward()
         assert "".join(events) == order, (reader, events)
-        gradients.append([local(p.grad) for p in model.parameters() if p.grad is not None])
+        gradients.append([local_part(p.grad) for p in model.parameters() if p.grad is not None])
         assert len(early) == len(gradients[-1]) * (reader == "parameters")
-        assert all(p.grad is not None and own.equal(local(p.grad)) for p, own in early.items())
+        assert all(p.grad is not None and own.equal(local_part(p.grad)) for p, own in early.items())
         quantizer.close()
     for own, same, twice in zip(*gradients, strict=True):
         assert own.equal(same) and (2 * own).equal(twice)
@@ -153,7 +155,7 @@ def test_fp16_weights_that_round_beyond_its_largest_number_stay_finite(transport
     model = shard(network(), sharded.of_all(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16))
     quantizer = quantize(model, None, 8)
     with torch.no_grad():
-        local(model[0].weight).fill_(65500.0)
+        local_part(model[0].weight).fill_(65500.0)
     model[0].unshard()
     assert torch.equal(model[0].weight, torch.full_like(model[0].weight, 65504.0))
     model[0].reshard()
@@ -266,7 +268,7 @@ def test_training_changes_no_state_that_was_saved_or_loaded(transport: Any, erro
     inputs = batches(6, transport.rank)
 
     def digests(state: Any) -> str:
-        return digest(local(part) for table in state.values() for part in table.values())
+        return digest(local_part(part) for table in state.values() for part in table.values())
 
     def start() -> tuple[Any, Any, Any]:
         model = build(sharded.of_all())
@@ -306,7 +308,7 @@ def test_what_cannot_work_is_refused_with_one_error_on_every_rank(transport: Any
     refused("the state has no error of 0.bias", partial(first.load_state_dict, state))
     state, before = first.state_dict(), exact_error(first)
     if transport.rank == last:
-        local(state["ranks"]["0.bias"]).view(torch.bfloat16)[0, 0] = torch.nan  # the scale of a block
+        local_part(state["ranks"]["0.bias"]).view(torch.bfloat16)[0, 0] = torch.nan  # the scale of a block
     damaged = f"a scale of the error of 0.bias has NaN or inf (on rank {last})"
     refused(damaged, partial(first.load_state_dict, state))
     way = {**exact, "ranks": {}} if transport.rank == last else exact
@@ -342,7 +344,7 @@ def test_a_step_that_cannot_work_is_refused(transport: Any) -> None:
     half = shard(network(), sharded.of_all(), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16))
     check("MixedPrecisionPolicy(reduce_dtype=torch.float32)", model=half)
     inf = "0.weight on rank 0 has NaN or inf, or is 2**64 or more: it cannot be trained further"
-    check(inf, lambda model: local(model[0].weight).detach().fill_(float("inf")))
+    check(inf, lambda model: local_part(model[0].weight).detach().fill_(float("inf")))
 
 
 @on_ranks
