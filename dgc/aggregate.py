@@ -39,6 +39,7 @@ from dgc.compression.dense import DenseCompressor
 from dgc.compression.powersgd import PowerSGDCompressor
 from dgc.compression.protocol import Compressor, NonFiniteGradientError
 from dgc.engine.exchange import ExchangeSettings, GradientExchange, plan_gradients
+from dgc.engine.options import check_has_values
 from dgc.engine.steps import AwaitedStep
 
 
@@ -161,7 +162,7 @@ def optimizer_step(optimizer: Optimizer, aggregator: Aggregator) -> None:
     own = [p.grad for p in params]
     gradients = [torch.zeros_like(p) if g is None else g for p, g in zip(params, own, strict=True)]
     for p, average in zip(params, aggregator.aggregate(gradients), strict=True):
-        p.grad = average
+        p.grad = average if p.requires_grad else None  # momentum and weight decay must not change a frozen one
     optimizer.step()
     for p, gradient in zip(params, own, strict=True):
         p.grad = gradient
@@ -174,8 +175,9 @@ class ListExchange(GradientExchange):
     """
 
     def __init__(self, like: Sequence[Tensor], compressor: Compressor, transport: Transport):
-        self._shapes = [tensor.shape for tensor in like]
         named = [(f"param{i}", tensor) for i, tensor in enumerate(like)]
+        check_has_values(named)
+        self._kinds = [(tensor.shape, tensor.dtype) for tensor in like]
         self._numbers = {name: i for i, (name, _) in enumerate(named)}
         for name, tensor in named:
             check_real(name, tensor.dtype)
@@ -196,18 +198,23 @@ class ListExchange(GradientExchange):
             ValueError: The number or a shape of the gradients is another one.
             NonFiniteGradientError: A gradient has NaN or inf on any rank. Raised on every rank.
         """
-        if len(gradients) != len(self._shapes):
-            raise ValueError(f"{len(gradients)} gradients for {len(self._shapes)} parameters")
-        for i, (g, shape) in enumerate(zip(gradients, self._shapes, strict=True)):
+        if len(gradients) != len(self._kinds):
+            raise ValueError(f"{len(gradients)} gradients for {len(self._kinds)} parameters")
+        for i, (g, (shape, dtype)) in enumerate(zip(gradients, self._kinds, strict=True)):
             if g is not None and g.shape != shape:
                 raise ValueError(f"gradient {i} has shape {tuple(g.shape)}, not {tuple(shape)}")
+            if g is not None and g.dtype != dtype:
+                raise ValueError(
+                    f"gradient {i} is {g.dtype}, and was planned as {dtype}: convert the model before "
+                    "the aggregator is built, or build it anew"
+                )
         views: dict[int, Tensor] = {}
         with self._engine.intact:
             for plan in self.planned:
                 for segment in plan.bucket.segments:
                     i = self._numbers[segment.name]
                     g, views[i] = gradients[i], segment.of(plan.bucket.flat)
-                    views[i].zero_() if g is None else views[i].copy_(g)
+                    views[i].zero_() if g is None else views[i].copy_(g.to_dense() if g.is_sparse else g)
             outcome = self._finish_step(learn=False)
         for g in gradients:
             if g is not None:

@@ -8,7 +8,7 @@ DDP's buckets.
 """
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableMapping
 from functools import partial
 from typing import Any
 
@@ -17,15 +17,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.torch_distributed import connect
 from dgc.comm.transport import Transport
-from dgc.compression.protocol import Compressor, DenseResult, NonFiniteGradientError, Result
+from dgc.compression.protocol import Compressor, DenseResult, ExchangesMomentum, NonFiniteGradientError, Result
 from dgc.compression.route import Route
 from dgc.engine.buckets import PlannedBucket
 from dgc.engine.exchange import ExchangeSettings, GradientExchange, plan_gradients
 from dgc.engine.options import (
+    check_not_converted,
     check_not_wrapped,
     check_transport,
     claim,
@@ -33,7 +35,7 @@ from dgc.engine.options import (
     unwrapped,
     warn_of_unsuited,
 )
-from dgc.engine.steps import AwaitedStep
+from dgc.engine.steps import AwaitedStep, before_steps
 from dgc.versions import TorchRange
 
 # The private and young names that this file reads of torch. Others may be absent: a version without the options
@@ -208,7 +210,7 @@ class DDPExchange(GradientExchange):
         settings.check_equal(transport)
         # not by parameters_to_ignore, whose names differ from those of named_parameters()
         reduced = set(model._build_params_for_reducer()[0])
-        ignored = {name.removeprefix(".") for name in model.parameters_to_ignore}
+        self._ignored = ignored = {name.removeprefix(".") for name in model.parameters_to_ignore}
         every = list(model.module.named_parameters())
         named = [(name, p) for name, p in every if p in reduced]
         self._frozen = [(name, p) for name, p in every if not p.requires_grad and name not in ignored]
@@ -227,10 +229,45 @@ class DDPExchange(GradientExchange):
         model._comm_hooks = NoCopies(model._comm_hooks)
         claim(self._slots, model, "DDP")
         self._awaited_step = AwaitedStep(self._slots, self._first_step if optimizer is None else None)
+        self._told = {  # parameters of whose gradients the optimizer was told what they are
+            p
+            for plan in self.planned
+            if plan.compressor.correction or isinstance(plan.compressor, ExchangesMomentum)
+            for p in plan.parameters
+        }
+        self._others: MutableMapping[Tensor, bool] = WeakIdKeyDictionary()  # of other models, or not exchanged
+        before_steps(self._check_step)
 
     @property
-    def _optimizer(self) -> Optimizer | None:
+    def _known_optimizer(self) -> Optimizer | None:
         return self._stepped
+
+    def _check_step(self, optimizer: Optimizer) -> None:
+        """Check that the gradients were exchanged, with the momentum of this optimizer. Runs before each step.
+
+        Raises:
+            RuntimeError: DistributedDataParallel does not call the hook with them, or another optimizer was told
+                how the compression applies momentum.
+        """
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        unknown = [p for p in parameters if p not in self._slots and p not in self._others]
+        if unknown and (model := self._model()) is not None:
+            own = {p: name for name, p in model.module.named_parameters() if name not in self._ignored}
+            for p in unknown:
+                if p.requires_grad and p in own:
+                    raise RuntimeError(
+                        f"{own[p]} was replaced or added after DistributedDataParallel was built, which averages "
+                        "no gradient of it: build DistributedDataParallel and compress after it"
+                    )
+            self._others.update(dict.fromkeys(unknown, True))
+        if len(unknown) == len(parameters) or not any(p in self._slots for p in parameters):
+            return
+        check_not_converted(self.planned)
+        if optimizer is not self._stepped and any(p in self._told for p in parameters):
+            raise RuntimeError(
+                f"this {type(optimizer).__name__} is not the optimizer that compress was given, to which it has "
+                "said how the compression applies momentum: step that one, and not a copy"
+            )
 
     def _first_step(self, optimizer: Optimizer) -> None:
         """Warn of compressors that do not suit an optimizer which `compress` was not given."""

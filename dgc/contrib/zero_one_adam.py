@@ -73,6 +73,10 @@ class ZeroOneAdam(Optimizer):
         optimizer = LocalOptimizer(optimizer, model.named_parameters(), ZeroOneSteps(var_freeze_step=1000))
     """
 
+    # u of each parameter, fp32, to which the steps add what moves it while they leave the second moments
+    buffers: Mapping[Tensor, Tensor] | None = None
+    _updates_variance = False
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -84,9 +88,6 @@ class ZeroOneAdam(Optimizer):
         bias_correction: bool = True,
         floor: float = 0.01,
     ):
-        # u of each parameter, fp32, to which the steps add what moves it while they leave the second moments
-        self.buffers: Mapping[Tensor, Tensor] | None = None
-        self._updates_variance = False
         defaults = dict(
             lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, bias_correction=bias_correction, floor=floor
         )

@@ -1,5 +1,6 @@
 """Checks and conversions of the arguments of all adapters, and the assignment of momentum."""
 
+import gc
 import math
 import warnings
 from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping, Sequence
@@ -9,12 +10,13 @@ from typing import Any, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dgc.arguments import WHOLE, require
-from dgc.bucket import named_pairs
+from dgc.bucket import as_real, named_pairs
 from dgc.comm.transport import CrossMachineTransport, Transport
 from dgc.compression.dense import CastCompressor, DenseCompressor
 from dgc.compression.protocol import Compressor, ExchangesMomentum, MomentumOwner, StatelessCompressor, Use
@@ -118,6 +120,7 @@ def name_parameters(
     else:
         unique = {p: name for name, p in reversed(named_pairs(named_parameters)) if p in owned}
         named = [(name, p) for p, name in reversed(unique.items())]
+    check_has_values(named)
     names = [name for name, _ in named]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -145,6 +148,44 @@ def check_not_sharded(named_parameters: Iterable[tuple[str, Tensor]], wrapper: s
                 f"{name} belongs to a FullyShardedDataParallel (FSDP1): ranks have different parts of it, which "
                 f"{wrapper} would exchange as one and the same: use fully_shard (FSDP2) in its place, and {cure}"
             )
+
+
+def check_has_values(named_parameters: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise ValueError for a parameter that is only planned yet: on the device "meta", or of a lazy module."""
+    for name, p in named_parameters:
+        if is_lazy(p):
+            raise ValueError(f"{name} has no shape yet, as its module is lazy: run a forward pass before")
+        if p.is_meta:
+            raise ValueError(f'{name} has no values yet, as it is on the device "meta": call to_empty() before')
+
+
+def check_not_converted(planned: Iterable[PlannedBucket]) -> None:
+    """Raise RuntimeError for a parameter of another type, device or memory order than that it was planned with.
+
+    The hooks of DistributedDataParallel are not called for such a parameter, or do not get its gradient.
+    """
+    for plan in planned:
+        for segment, p in zip(plan.bucket.segments, plan.parameters, strict=True):
+            own = as_real(p.detach()) if p.is_complex() else p
+            if own.dtype != plan.bucket.dtype or own.device != plan.bucket.device:
+                raise RuntimeError(
+                    f"{segment.name} is {own.dtype} on {p.device}, and was planned as {plan.bucket.dtype} on "
+                    f"{plan.bucket.device}: DistributedDataParallel then averages no gradient of it. Convert or "
+                    "move the model (model.to) before DistributedDataParallel is built, or build it and compress "
+                    "anew"
+                )
+            if not (segment.orders(own) or isinstance(plan.compressor, StatelessCompressor)):
+                raise RuntimeError(
+                    f"{segment.name} has another memory order than when DistributedDataParallel was built, and "
+                    "the state of its compressor has the old one: convert the model (model.to) before, or build "
+                    "both anew"
+                )
+
+
+def ddp_of(parameters: Container[Tensor]) -> list[nn.parallel.DistributedDataParallel]:
+    """The DistributedDataParallel modules with any of these parameters, on which DDP leaves no mark. Slow."""
+    modules = [each for each in gc.get_objects() if issubclass(type(each), nn.parallel.DistributedDataParallel)]
+    return [module for module in modules if any(p in parameters for p in module.parameters())]
 
 
 def check_transport(transport: Any) -> None:
@@ -186,7 +227,7 @@ def check_no_unfrozen(param_groups: Sequence[dict[str, Any]], known: Container[T
             if p.requires_grad and p not in known:
                 raise ValueError(
                     f"parameter {i} of group {g}, of shape {tuple(p.shape)}, requires a gradient now but did "
-                    f"not when {wrapper} was built: close() it and wrap the optimizer again"
+                    f"not when {wrapper} was built, or was added since: close() it and wrap the optimizer again"
                 )
 
 
@@ -455,6 +496,7 @@ class MomentumCheck:
         if transport.rank == 0:
             warn_of_momentum_twice(optimizer, compressors)
         corrected = {p for plan in planned if plan.compressor.correction is not None for p in plan.parameters}
+        self._optimizer = ref(optimizer)
         self.watched = [
             (g, group.get("momentum", 0.0))
             for g, group in enumerate(optimizer.param_groups)
@@ -462,6 +504,11 @@ class MomentumCheck:
         ]
 
     def check(self, optimizer: Optimizer) -> None:
+        if self.watched and optimizer is not self._optimizer():
+            raise ValueError(
+                f"this {type(optimizer).__name__} was not told that the compression's memory applies momentum: "
+                "close() the exchange, and build it with this optimizer"
+            )
         for g, momentum in self.watched:
             # some broadcasts of optimizer state round to fp32
             if abs((now := optimizer.param_groups[g].get("momentum", 0.0)) - momentum) > 1e-6:

@@ -404,8 +404,8 @@ class HasCompression:
 
     def _begin_step(self) -> None:
         """Count a step. Call it before the step sends anything. Collective in the first step and after a load."""
-        if self._steps == 0 and self._optimizer is not None:
-            self._warn_of_lost_state(self._optimizer)
+        if self._steps == 0 and self._known_optimizer is not None:
+            self._warn_of_lost_state(self._known_optimizer)
         if self._compares_steps and self._takes_common_steps:
             compare_steps(self._ranks, self._steps)
         self._compares_steps = False
@@ -414,7 +414,7 @@ class HasCompression:
             self._epochs.begin_step()
 
     @property
-    def _optimizer(self) -> Optimizer | None:
+    def _known_optimizer(self) -> Optimizer | None:
         """The optimizer that takes the means, if the adapter knows it before it steps."""
         return None
 

@@ -14,6 +14,7 @@ from functools import partial
 from time import perf_counter
 from types import FrameType
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -38,6 +39,7 @@ from dgc.engine.options import (
     check_steps,
     check_transport,
     claim,
+    ddp_of,
     loss_of,
     name_parameters,
     reduction_factor,
@@ -119,7 +121,7 @@ class DistributedOptimizer(Wrapper, GradientExchange):
     ):
         check_arguments(backward_passes_per_step, gradient_predivide_factor, num_groups, groups)
         check_steps(optimizer, "DistributedOptimizer")
-        self.inner = optimizer
+        self.inner, self._original = optimizer, ref(self)
         check_needs_no_closure(optimizer, "DistributedOptimizer")
         if process_set is not None:
             if transport is not None:
@@ -178,8 +180,8 @@ class DistributedOptimizer(Wrapper, GradientExchange):
                 raise RuntimeError(
                     f"{self.planned[b].bucket.segments[i].name} received more gradients than "
                     f"backward_passes_per_step={self.backward_passes_per_step} since the last step() or "
-                    "synchronize(). If an exception ended an earlier backward, call zero_grad() after it. "
-                    f"{OF_ANOTHER}"
+                    "synchronize(). Step this optimizer, not the one that it wraps. If an exception ended an "
+                    f"earlier backward, call zero_grad() after it. {OF_ANOTHER}"
                 )
             self.planned[b].collect(i)
             left[i] -= 1
@@ -197,6 +199,11 @@ class DistributedOptimizer(Wrapper, GradientExchange):
         for i, final in enumerate(self._final_gradients[b]):
             if final is not None and (plan.parameters[i].grad is not final[0] or final[0]._version != final[1]):
                 name = plan.bucket.segments[i].name
+                if ddp_of(self._slots):
+                    raise RuntimeError(
+                        f"{name} is in DistributedDataParallel, which writes its own mean into the gradients: "
+                        "pass the module without it, or use dgc.ddp.compress in place of DistributedOptimizer"
+                    )
                 raise RuntimeError(
                     f"the gradient of {name} changed between backward and step() or synchronize(), while it is "
                     "exchanged: call optimizer.synchronize() first, then clip, then step() inside "
@@ -299,7 +306,7 @@ class DistributedOptimizer(Wrapper, GradientExchange):
         return False
 
     @property
-    def _optimizer(self) -> Optimizer | None:
+    def _known_optimizer(self) -> Optimizer | None:
         """But not if `create_state` has made its state, for a broadcast."""
         return None if self.inner.state is self._created_state else self.inner
 
@@ -308,6 +315,8 @@ class DistributedOptimizer(Wrapper, GradientExchange):
 
         With sparse updates, .grad then has the local gradient. Call synchronize() first if you need the average.
         """
+        if self._original() is not self:
+            self._refuse_copy()
         self._engine.intact.check()
         for group in self.inner.param_groups:
             for p in group["params"]:

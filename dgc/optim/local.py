@@ -1,16 +1,16 @@
 """LocalOptimizer: each rank steps on its own gradients, and ranks exchange models (`dgc.gossip`, `dgc.local`)."""
 
-import gc
 import warnings
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import isnan
 from time import perf_counter
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from dgc.bucket import local_part
@@ -30,6 +30,7 @@ from dgc.engine.options import (
     check_optimizer_state,
     check_steps,
     check_transport,
+    ddp_of,
     load_optimizer_state,
     loss_of,
     name_parameters,
@@ -38,7 +39,7 @@ from dgc.engine.options import (
     warn_of_unsuited,
 )
 from dgc.engine.state import check_is_state, identity_of
-from dgc.engine.steps import check_not_running
+from dgc.engine.steps import before_steps, check_not_running
 from dgc.gossip.model import FlatModel
 from dgc.gossip.protocol import Gossip, UsesOptimizer
 from dgc.optim.wrapper import Wrapper
@@ -47,6 +48,9 @@ from dgc.state import with_tensors
 BUFFER = "momentum_buffer"  # what torch calls the momentum of SGD and Muon
 OF_ANOTHER_RANK = "a gradient on another rank of this machine has NaN or inf"  # and that rank has the reason
 MAX_STEP_LAG = 16  # in an exponential graph of 2**16 ranks a slow rank delays all others after 16 steps
+
+
+_wrapper_of: MutableMapping[Optimizer, Any] = WeakKeyDictionary()  # of each optimizer, the last one's reference
 
 
 class LocalOptimizer(Wrapper):
@@ -97,9 +101,11 @@ class LocalOptimizer(Wrapper):
         self.transport = transport or default_transport(point_to_point=True)
         # all ranks of the run, by whose numbers messages name them
         ranks = transport.inner if isinstance(transport, CrossMachineTransport) else self.transport
-        self.inner = optimizer
+        self.inner, self._original = optimizer, ref(self)
         drops = DropPolicy(nonfinite, f"this {self._worker} drops its step")
         HasGatheredState.__init__(self, [method], ranks, None, drops)
+        self._is_stepping, self._end_checks = False, before_steps(self._check_inner_step)
+        _wrapper_of[optimizer] = self._original
         self._takes_common_steps = method.is_synchronous
         self.max_step_lag = MAX_STEP_LAG if method.is_synchronous else None
         self.method = method
@@ -117,7 +123,7 @@ class LocalOptimizer(Wrapper):
         self._momenta = Momenta(optimizer, named) if method.averages_momentum else None
         self.model = FlatModel(named, () if self._momenta is None else self._momenta.named)
         self._trained = {p for _, p in named}
-        self._is_stepping, self._shares_steps = False, method.needs_groups or self._is_sharded
+        self._shares_steps = method.needs_groups or self._is_sharded
         if self._shares_steps and needs_closure(optimizer):
             raise ValueError(self._no_closures())
         self._begins, self._is_settled = True, False  # until a step or a loaded state; until the next step
@@ -152,6 +158,8 @@ class LocalOptimizer(Wrapper):
         Raises:
             NonFiniteGradientError: Gradients are not finite. Of a closure these are the ones of its first call.
         """
+        if self._original() is not self:
+            self._refuse_copy()
         if closure is None and needs_closure(self.inner):
             raise ValueError(f"{type(self.inner).__name__} computes the loss in its step: call step(closure)")
         loss = loss_of(closure)
@@ -166,7 +174,8 @@ class LocalOptimizer(Wrapper):
             reason, by_scaler=by_scaler, warns=reason != OF_ANOTHER_RANK
         )
         step = partial(self._step, closure, loss) if reason is None else lambda: None
-        self._timed("step", lambda: self.method.update(step, float(self.param_groups[0]["lr"])))
+        with self._stepping():
+            self._timed("step", lambda: self.method.update(step, float(self.param_groups[0]["lr"])))
         if raises:  # after the exchange, in which other ranks wait for this one
             raise NonFiniteGradientError(reason)
         return loss
@@ -174,11 +183,7 @@ class LocalOptimizer(Wrapper):
     def _step(self, closure: Callable[[], Any] | None, loss: Any) -> None:
         if self._momenta is not None:
             self._momenta.attach()  # if a state was loaded
-        self._is_stepping = True
-        try:
-            self.inner.step() if closure is None else self.inner.step(self._from_second_call(closure, loss))
-        finally:
-            self._is_stepping = False
+        self.inner.step() if closure is None else self.inner.step(self._from_second_call(closure, loss))
         if self._momenta is not None:
             self._momenta.attach()
 
@@ -299,6 +304,24 @@ class LocalOptimizer(Wrapper):
         self._gather()  # some algorithms then complete what is in flight
         super()._set_epoch(epoch)
 
+    def _check_inner_step(self, optimizer: Optimizer) -> None:
+        """Raise RuntimeError if the wrapped optimizer is stepped in place of this one."""
+        if optimizer is self.inner and not self._is_stepping and _wrapper_of.get(optimizer) is self._original:
+            own, kind = type(self).__name__, type(optimizer).__name__
+            raise RuntimeError(
+                f"step() of the {kind} in a {own}, without which no models are exchanged: step the {own}, or "
+                f"close() it before you step the {kind} alone"
+            )
+
+    @contextmanager
+    def _stepping(self) -> Iterator[None]:
+        """Context in which the wrapped optimizer is stepped."""
+        self._is_stepping = True
+        try:
+            yield
+        finally:
+            self._is_stepping = False
+
     # --- the common model -------------------------------------------------------------------------
 
     def more_steps(self, total: int) -> Callable[[], bool] | None:
@@ -346,6 +369,7 @@ class LocalOptimizer(Wrapper):
         if self.method.is_running:
             self.synchronize_messages()
         self.method.close()
+        self._end_checks()
         barrier(self.transport, "local.closed")
 
     def join(self) -> None:
@@ -469,11 +493,9 @@ def warn_of_ddp(parameters: Container[Tensor]) -> None:
     """Warn if DistributedDataParallel averages gradients on which each rank should step alone."""
     if "torch" not in running_transports():
         return
-    # DDP leaves no mark on its parameters
-    modules = [each for each in gc.get_objects() if issubclass(type(each), nn.parallel.DistributedDataParallel)]
-    for module in modules:
+    for module in ddp_of(parameters):
         size = module.process_group.size()
-        if size > 1 and any(p in parameters for p in module.parameters()):
+        if size > 1:
             warnings.warn(
                 f"the model is in DistributedDataParallel, which averages the gradients of {size} ranks in every "
                 "step: exchanging models in place of gradients then saves nothing. Train the module without it, "

@@ -73,6 +73,8 @@ class OneBitAdam(Optimizer):
         optimizer = DistributedOptimizer(optimizer, model.named_parameters(), OneBitAdamCompressor())
     """
 
+    _receives_momentum: frozenset[Tensor] = frozenset()  # of a copy too: nothing exchanges its momentum
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -85,7 +87,6 @@ class OneBitAdam(Optimizer):
         bias_correction: bool = True,
         floor: float = 0.01,
     ):
-        self._receives_momentum: frozenset[Tensor] = frozenset()
         defaults = dict(
             lr=lr,
             betas=betas,

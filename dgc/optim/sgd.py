@@ -46,6 +46,8 @@ class DGCSGD(Optimizer):
         optimizer = DistributedOptimizer(optimizer, model.named_parameters(), compression)
     """
 
+    _corrected: frozenset[Tensor] = frozenset()  # of a copy too: nothing exchanges its gradients
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -65,7 +67,6 @@ class DGCSGD(Optimizer):
             decoupled_weight_decay=decoupled_weight_decay,
         )
         super().__init__(params, defaults)
-        self._corrected: frozenset[Tensor] = frozenset()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         _check_group({**self.defaults, **param_group})

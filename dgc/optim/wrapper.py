@@ -2,14 +2,15 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, NoReturn, cast
+from weakref import ref
 
 from torch.optim import Optimizer
 
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
 from dgc.engine.gathered import HasGatheredState
-from dgc.engine.options import load_optimizer_state
+from dgc.engine.options import WRAPPERS, load_optimizer_state
 from dgc.engine.state import BucketStates
 
 
@@ -22,18 +23,43 @@ class Wrapper(HasGatheredState, Optimizer):
     transport: Transport
     meter: TrafficMeter
     inner: Any  # Optimizer.__init__ is not called: it would create groups and hooks
+    _original: ref[Any]  # to this object, and in a copy of its attributes to another one
 
     @property
-    def _optimizer(self) -> Optimizer | None:
+    def _known_optimizer(self) -> Optimizer | None:
         return cast(Optimizer, self.inner)
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        return self.inner.param_groups
+    def __init_subclass__(cls) -> None:
+        if not WRAPPERS.isdisjoint(kind.__name__ for kind in cls.__mro__):
+            kind = next(kind.__name__ for kind in cls.__mro__ if kind.__module__.startswith("dgc."))
+            raise ValueError(
+                f"Lightning makes an optimizer of its own of a {kind}, which would change copies of some of its "
+                f"attributes: pass the wrapped optimizer to Lightning, and step the {kind} itself, or use "
+                "dgc.ddp.compress"
+            )
+
+    def _refuse_copy(self) -> NoReturn:
+        """Called where `_original` is not this object, which has copies of its attributes then."""
+        raise RuntimeError(
+            f"this {type(self).__name__} has the attributes of another one, which exchanges the gradients: step "
+            "that one"
+        )
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.inner.param_groups = groups
+
+    @property
+    def state(self) -> Any:
         return self.inner.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.inner.state = state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]

@@ -195,6 +195,7 @@ def closure_of(own: nets.Trained, calls: list[int]) -> Callable[[], Tensor]:
 def test_lbfgs_takes_its_own_steps_within_a_local_step(transport: Any) -> None:
     lbfgs = partial(torch.optim.LBFGS, lr=0.5, max_iter=5)
     own, alone = (nets.Trained(transport, OuterSteps(100), lbfgs) for _ in range(2))
+    alone.optimizer.close()
     calls: tuple[list[int], list[int]] = ([], [])
     for _ in range(3):
         loss = own.optimizer.step(closure_of(own, calls[0]))
