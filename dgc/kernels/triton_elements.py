@@ -42,11 +42,12 @@ from dgc.kernels.triton_quantize import (
 from dgc.kernels.triton_quantize import (
     field_value,
     keys_as_int32,
+    level_of,
     live_bytes,
-    random_bits,
     shifts_of,
+    sign_of,
+    ternary_of,
     tile_of,
-    with_sign,
 )
 from dgc.kernels.triton_selection import (
     FLOATS,
@@ -189,30 +190,15 @@ def encode(
     s, length, i, live, place = tile_of(tiles, n_tiles, bounds, starts, WIDTH, TILE)
     x = tl.load(v + i, mask=live, other=0.0)
     value = tl.load(values + s)
-    if FORM <= CUTS:
-        if FORM == SIGNS:
-            up = (x > 0) & live
-            sent = tl.where(up, value, value * -1.0)  # Triton's minus loses the sign of zero
-        else:
-            up = (x > value) & live
-            sent = tl.where(up, 1.0, -1.0)
-        field = up.to(tl.int32)
+    if FORM == SIGNS:
+        field, sent = sign_of(x, live, 0.0, value * -1.0, value)  # Triton's minus loses the sign of zero
+    elif FORM == CUTS:
+        field, sent = sign_of(x, live, value, -1.0, 1.0)
     elif FORM == TERNARY:
-        threshold = usable_or(value, float("inf"))
-        up, down = (x >= threshold) & live, (x <= -threshold) & live
-        sent = tl.where(up, threshold, tl.where(down, -threshold, 0.0))
-        field = tl.where(up, 3, tl.where(down, 2, 0))
+        field, sent = ternary_of(x, live, usable_or(value, float("inf")))
     else:
         inverse, step = level_factors_of(value, levels)
-        scaled = tl.abs(x) * inverse
-        if RANDOM:
-            scaled += (random_bits(i, key, inner_key) >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
-        else:
-            scaled += 0.5
-        level = tl.where(live, tl.minimum(scaled, levels).to(tl.int32), 0)
-        negative = (x < 0) & (level > 0)
-        sent = with_sign(step * level.to(tl.float32), negative)
-        field = level | (negative.to(tl.int32) << (WIDTH - 1))
+        field, sent = level_of(x, i, live, inverse, step, levels, key, inner_key, RANDOM, WIDTH)
     if KEEP == KEEPS_REST:
         tl.store(residual + i, x - sent, mask=live)
     elif KEEP == KEEPS_SCALED:

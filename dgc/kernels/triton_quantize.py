@@ -1,7 +1,8 @@
 """The GPU backend of the quantizers: Triton kernels with the same bits as `Quantizers`.
 
-One launch per operation, and one for a mean of signs or ternary codes of any number of ranks. Means of levels are
-those of `Quantizers`: whole steps of their methods are in `triton_elements`.
+They are for what is no whole step of `triton_elements`: thresholds whose sums are scattered, the two rounds of
+1-bit Adam, and messages of gossip in int8. One launch per operation, and one for a mean of signs or ternary codes
+of any number of ranks. Means of levels are those of `Quantizers`.
 
 A program handles a tile of one segment (see `triton_tables`). Tiles begin at whole words of the codes. Packed
 small integers have no segments: there a program handles BLOCK bytes.
@@ -82,109 +83,37 @@ def with_sign(magnitude, negative):
     return bits.to(tl.float32, bitcast=True)
 
 
-@moves("tiles v", "codes residual")
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit
 @no_type_check
-def sign_encode(
-    tiles, n_tiles, bounds, starts, v, cuts, lows, highs, codes, residual, KEEP: tl.constexpr, TILE: tl.constexpr
+def sign_of(x, live, cut, low, high):
+    """Return the field of an element, and what it stands for."""
+    up = (x > cut) & live
+    return up.to(tl.int32), tl.where(up, high, low)
+
+
+@triton.jit
+@no_type_check
+def ternary_of(x, live, threshold):
+    """As `sign_of`, for a threshold with a sign, or zero."""
+    up, down = (x >= threshold) & live, (x <= -threshold) & live
+    sent = tl.where(up, threshold, tl.where(down, -threshold, 0.0))
+    return tl.where(up, 3, tl.where(down, 2, 0)), sent
+
+
+@triton.jit
+@no_type_check
+def level_of(
+    x, i, live, inverse, step, levels, key, inner_key, RANDOM: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    s, length, i, live, place = tile_of(tiles, n_tiles, bounds, starts, 1, TILE)
-    x = tl.load(v + i, mask=live, other=0.0)
-    up = x > tl.load(cuts + s)
-    if KEEP:
-        tl.store(residual + i, x - tl.where(up, tl.load(highs + s), tl.load(lows + s)), mask=live)
-    packed = tl.sum(tl.where(up & live, 1, 0) << shifts_of(1, True), 1)
-    tl.store(codes + place, packed.to(tl.uint8), mask=live_bytes(length, 1, 4, TILE))
-
-
-@moves("tiles codes total", "total")
-@triton.jit(do_not_specialize=SIZES)
-@no_type_check
-def sign_add(tiles, n_tiles, bounds, starts, codes, lows, highs, total, TILE: tl.constexpr):
-    s, length, i, live, place = tile_of(tiles, n_tiles, bounds, starts, 1, TILE)
-    packed = tl.load(codes + place, mask=live_bytes(length, 1, 4, TILE), other=0).to(tl.int32)
-    up = ((packed[:, None] >> shifts_of(1, True)) & 1) > 0
-    x = tl.load(total + i, mask=live, other=0.0)
-    tl.store(total + i, x + tl.where(up, tl.load(highs + s), tl.load(lows + s)), mask=live)
-
-
-@moves("tiles v", "codes residual")
-@triton.jit(do_not_specialize=SIZES)
-@no_type_check
-def tern_encode(
-    tiles, n_tiles, bounds, starts, v, thresholds, codes, residual, KEEP: tl.constexpr, TILE: tl.constexpr
-):  # fmt: skip
-    s, length, i, live, place = tile_of(tiles, n_tiles, bounds, starts, 2, TILE)
-    x = tl.load(v + i, mask=live, other=0.0)
-    t = tl.load(thresholds + s)
-    up, down = (x >= t) & live, (x <= -t) & live
-    if KEEP:
-        tl.store(residual + i, x - tl.where(up, t, tl.where(down, -t, 0.0)), mask=live)
-    packed = tl.sum(tl.where(up, 3, tl.where(down, 2, 0)) << shifts_of(2, True), 1)
-    tl.store(codes + place, packed.to(tl.uint8), mask=live_bytes(length, 2, 4, TILE))
-
-
-@moves("tiles codes total", "total")
-@triton.jit(do_not_specialize=SIZES)
-@no_type_check
-def tern_add(tiles, n_tiles, bounds, starts, codes, thresholds, total, TILE: tl.constexpr):
-    s, length, i, live, place = tile_of(tiles, n_tiles, bounds, starts, 2, TILE)
-    packed = tl.load(codes + place, mask=live_bytes(length, 2, 4, TILE), other=0).to(tl.int32)
-    field = (packed[:, None] >> shifts_of(2, True)) & 3
-    t = tl.load(thresholds + s)
-    x = tl.load(total + i, mask=live, other=0.0)
-    tl.store(total + i, x + tl.where(field == 3, t, tl.where(field == 2, -t, 0.0)), mask=live)
-
-
-@moves("tiles v", "codes residual")
-@triton.jit(do_not_specialize=SIZES)
-@no_type_check
-def uniform_encode(
-    tiles, n_tiles, bounds, starts, v, inverses, steps, levels, key, inner_key, codes, residual,
-    KEEP: tl.constexpr, RANDOM: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    s, length, i, live, place = tile_of(tiles, n_tiles, bounds, starts, WIDTH, TILE)
-    x = tl.load(v + i, mask=live, other=0.0)
-    scaled = tl.abs(x) * tl.load(inverses + s)
+    """As `sign_of`, for a level with a sign."""
+    scaled = tl.abs(x) * inverse
     if RANDOM:
         scaled += (random_bits(i, key, inner_key) >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
     else:
         scaled += 0.5
-    level = tl.minimum(scaled, levels).to(tl.int32)
-    level = tl.where(live, level, 0)
+    level = tl.where(live, tl.minimum(scaled, levels).to(tl.int32), 0)
     negative = (x < 0) & (level > 0)
-    if KEEP:
-        tl.store(residual + i, x - with_sign(tl.load(steps + s) * level.to(tl.float32), negative), mask=live)
-    field = level | (tl.where(negative, 1, 0) << (WIDTH - 1))
-    packed = tl.sum(field << shifts_of(WIDTH, False), 1)
-    tl.store(codes + place, packed.to(tl.uint8), mask=live_bytes(length, WIDTH, 1, TILE))
-
-
-@moves("tiles codes total", "total")
-@triton.jit(do_not_specialize=SIZES)
-@no_type_check
-def uniform_add(
-    tiles, n_tiles, bounds, starts, codes, steps, total, WIDTH: tl.constexpr, TILE: tl.constexpr
-):  # fmt: skip
-    s, length, i, live, place = tile_of(tiles, n_tiles, bounds, starts, WIDTH, TILE)
-    packed = tl.load(codes + place, mask=live_bytes(length, WIDTH, 1, TILE), other=0).to(tl.int32)
-    field = packed[:, None] >> shifts_of(WIDTH, False)
-    level, negative = field & ((1 << (WIDTH - 1)) - 1), (field & (1 << (WIDTH - 1))) > 0
-    x = tl.load(total + i, mask=live, other=0.0)
-    tl.store(total + i, x + with_sign(tl.load(steps + s) * level.to(tl.float32), negative), mask=live)
-
-
-@moves("tiles mean", "mean")
-@triton.jit(do_not_specialize=SIZES)
-@no_type_check
-def scale(tiles, n_tiles, bounds, starts, factors, size, mean, SCALED: tl.constexpr, TILE: tl.constexpr):
-    """Multiply by the segment's factor if SCALED, then divide by `size`."""
-    s, _, i, live, _ = tile_of(tiles, n_tiles, bounds, starts, 8, TILE)
-    x = tl.load(mean + i, mask=live, other=0.0)
-    if SCALED:
-        x *= tl.load(factors + s)
-    # `/` would be an approximate division on GPUs
-    tl.store(mean + i, tl.math.div_rn(x, tl.zeros_like(x) + tl.load(size)), mask=live)
+    return level | (negative.to(tl.int32) << (WIDTH - 1)), with_sign(step * level.to(tl.float32), negative)
 
 
 @triton.jit
@@ -199,6 +128,102 @@ def field_value(field, low, high, KIND: tl.constexpr, WIDTH: tl.constexpr):
         level = field & ((1 << (WIDTH - 1)) - 1)
         x = with_sign(high * level.to(tl.float32), (field & (1 << (WIDTH - 1))) > 0)
     return x
+
+
+@moves("tiles v", "codes residual")
+@triton.jit(do_not_specialize=SIZES)
+@no_type_check
+def sign_encode(
+    tiles, n_tiles, bounds, starts, v, cuts, lows, highs, codes, residual, KEEP: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    s, length, i, live, place = tile_of(tiles, n_tiles, bounds, starts, 1, TILE)
+    x = tl.load(v + i, mask=live, other=0.0)
+    field, sent = sign_of(x, live, tl.load(cuts + s), tl.load(lows + s), tl.load(highs + s))
+    if KEEP:
+        tl.store(residual + i, x - sent, mask=live)
+    packed = tl.sum(field << shifts_of(1, True), 1)
+    tl.store(codes + place, packed.to(tl.uint8), mask=live_bytes(length, 1, 4, TILE))
+
+
+@moves("tiles codes total", "total")
+@triton.jit(do_not_specialize=SIZES)
+@no_type_check
+def sign_add(tiles, n_tiles, bounds, starts, codes, lows, highs, total, TILE: tl.constexpr):
+    s, length, i, live, place = tile_of(tiles, n_tiles, bounds, starts, 1, TILE)
+    packed = tl.load(codes + place, mask=live_bytes(length, 1, 4, TILE), other=0).to(tl.int32)
+    low, high = tl.load(lows + s), tl.load(highs + s)
+    x = tl.load(total + i, mask=live, other=0.0)
+    tl.store(total + i, x + field_value(packed[:, None] >> shifts_of(1, True), low, high, SIGNS, 1), mask=live)
+
+
+@moves("tiles v", "codes residual")
+@triton.jit(do_not_specialize=SIZES)
+@no_type_check
+def tern_encode(
+    tiles, n_tiles, bounds, starts, v, thresholds, codes, residual, KEEP: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    s, length, i, live, place = tile_of(tiles, n_tiles, bounds, starts, 2, TILE)
+    x = tl.load(v + i, mask=live, other=0.0)
+    field, sent = ternary_of(x, live, tl.load(thresholds + s))
+    if KEEP:
+        tl.store(residual + i, x - sent, mask=live)
+    packed = tl.sum(field << shifts_of(2, True), 1)
+    tl.store(codes + place, packed.to(tl.uint8), mask=live_bytes(length, 2, 4, TILE))
+
+
+@moves("tiles codes total", "total")
+@triton.jit(do_not_specialize=SIZES)
+@no_type_check
+def tern_add(tiles, n_tiles, bounds, starts, codes, thresholds, total, TILE: tl.constexpr):
+    s, length, i, live, place = tile_of(tiles, n_tiles, bounds, starts, 2, TILE)
+    packed = tl.load(codes + place, mask=live_bytes(length, 2, 4, TILE), other=0).to(tl.int32)
+    t = tl.load(thresholds + s)
+    x = tl.load(total + i, mask=live, other=0.0)
+    tl.store(total + i, x + field_value(packed[:, None] >> shifts_of(2, True), t, t, TERNARY, 2), mask=live)
+
+
+@moves("tiles v", "codes residual")
+@triton.jit(do_not_specialize=SIZES)
+@no_type_check
+def uniform_encode(
+    tiles, n_tiles, bounds, starts, v, inverses, steps, levels, key, inner_key, codes, residual,
+    KEEP: tl.constexpr, RANDOM: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    s, length, i, live, place = tile_of(tiles, n_tiles, bounds, starts, WIDTH, TILE)
+    x = tl.load(v + i, mask=live, other=0.0)
+    inverse, step = tl.load(inverses + s), tl.load(steps + s)
+    field, sent = level_of(x, i, live, inverse, step, levels, key, inner_key, RANDOM, WIDTH)
+    if KEEP:
+        tl.store(residual + i, x - sent, mask=live)
+    packed = tl.sum(field << shifts_of(WIDTH, False), 1)
+    tl.store(codes + place, packed.to(tl.uint8), mask=live_bytes(length, WIDTH, 1, TILE))
+
+
+@moves("tiles codes total", "total")
+@triton.jit(do_not_specialize=SIZES)
+@no_type_check
+def uniform_add(
+    tiles, n_tiles, bounds, starts, codes, steps, total, WIDTH: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    s, length, i, live, place = tile_of(tiles, n_tiles, bounds, starts, WIDTH, TILE)
+    packed = tl.load(codes + place, mask=live_bytes(length, WIDTH, 1, TILE), other=0).to(tl.int32)
+    step = tl.load(steps + s)
+    x = tl.load(total + i, mask=live, other=0.0)
+    value = field_value(packed[:, None] >> shifts_of(WIDTH, False), step, step, LEVELS, WIDTH)
+    tl.store(total + i, x + value, mask=live)
+
+
+@moves("tiles mean", "mean")
+@triton.jit(do_not_specialize=SIZES)
+@no_type_check
+def scale(tiles, n_tiles, bounds, starts, factors, size, mean, SCALED: tl.constexpr, TILE: tl.constexpr):
+    """Multiply by the segment's factor if SCALED, then divide by `size`."""
+    s, _, i, live, _ = tile_of(tiles, n_tiles, bounds, starts, 8, TILE)
+    x = tl.load(mean + i, mask=live, other=0.0)
+    if SCALED:
+        x *= tl.load(factors + s)
+    # `/` would be an approximate division on GPUs
+    tl.store(mean + i, tl.math.div_rn(x, tl.zeros_like(x) + tl.load(size)), mask=live)
 
 
 @moves("tiles codes", "mean")

@@ -24,7 +24,7 @@ PACKAGES = {
     "dgc/bucket": Tests(("tests/compression", "tests/engine", "tests/memory", "tests/selection")),
     "dgc/comm": Tests(("tests/comm",), (*TRANSPORTS, "tests/parallel/test_hierarchical.py")),
     "dgc/compression": Tests(("tests/compression", *LAWS), TRANSPORTS),
-    "dgc/contrib": Tests(("tests/compression", *LAWS)),
+    "dgc/contrib": Tests(("tests/contrib", "tests/compression", *LAWS)),
     "dgc/cost": ADVISOR,
     "dgc/doctor": ADVISOR,
     "dgc/ddp": Tests(("tests/ddp", "tests/engine"), ("tests/parallel/test_ddp.py",)),
