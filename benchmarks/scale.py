@@ -1,4 +1,4 @@
-"""Predicted bytes and seconds of an exchange from 2 to 4096 ranks, by method, with the cost model of dgc/cost/.
+"""Predicted bytes and seconds of an exchange from 2 to 4096 ranks, by method, with the advisor's cost model.
 
     python -m benchmarks.scale --model resnet50 --bandwidth 1.25e8 --latency 50e-6 --draw scale.svg
 
@@ -20,9 +20,9 @@ import torch
 from benchmarks.exchange import MODELS, parameters_of
 from benchmarks.figures import axes_of, write
 from benchmarks.harness import Table, add_methods, options, print_json
+from dgc.advisor.cost import Compute, Network, fit_computing, predict, record_steps, typical
+from dgc.advisor.cost.computing import Planned, evict_caches
 from dgc.compression import Route, Rule
-from dgc.cost import Compute, Network, fit_computing, predict, record_steps, typical
-from dgc.cost.computing import Planned, evict_caches
 from dgc.engine.buckets import plan_buckets
 from scripts.methods import COMPRESSORS, build
 

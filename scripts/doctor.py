@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from dgc.doctor import Probe
+from dgc.advisor.doctor import Probe
 from dgc.terminal import escape_unprintable
 from scripts.facts import Facts, collect
 from scripts.launch import ROOT_VARIABLES

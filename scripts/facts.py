@@ -14,7 +14,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dgc.doctor import HOROVOD, LIMITS_S, TORCH, TORCHVISION, TWO_RANKS, Probe, installed, run_probe, run_within
+from dgc.advisor.doctor import (
+    HOROVOD,
+    LIMITS_S,
+    TORCH,
+    TORCHVISION,
+    TWO_RANKS,
+    Probe,
+    installed,
+    run_probe,
+    run_within,
+)
 from scripts.launch import ROOT_VARIABLES, environment, mpirun, torchrun, usable_cores
 
 PACKAGES = (

@@ -43,7 +43,7 @@ def small_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure times with what is in the caches: to replace it takes longer than what is tested."""
     import torch
 
-    monkeypatch.setattr("dgc.cost.computing._larger_than_caches", lambda: torch.zeros(1))
+    monkeypatch.setattr("dgc.advisor.cost.computing._larger_than_caches", lambda: torch.zeros(1))
 
 
 def pytest_collection_finish() -> None:

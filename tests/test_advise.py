@@ -14,18 +14,18 @@ from cases import case
 from refusals import refuse
 from states import assert_equal
 
+from dgc.advisor.advice import Work, advise, as_fast, crossing, describe_crossings, format_table, step_at, tabulate
+from dgc.advisor.candidates import Candidate, compute_of, measure_candidate
+from dgc.advisor.cluster import cluster_on_paper, describe
+from dgc.advisor.cost import AlikeRanks, Compute, Message, Network, Traffic, collectives, message_of
+from dgc.advisor.cost.collectives import SIZES, Sample, fit_network, levels, measure_network, misfit, requests_of
+from dgc.advisor.cost.computing import last_level_cache
+from dgc.advisor.methods import GOSSIP, UNCOMPRESSED, Method
+from dgc.advisor.study import sentence
+from dgc.advisor.verification import chosen, format_verification, order, verify
+from dgc.advisor.workload import Workload
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.requests import Group
-from dgc.cost import AlikeRanks, Compute, Message, Network, Traffic, collectives, message_of
-from dgc.cost.advice import Work, advise, as_fast, crossing, describe_crossings, format_table, step_at, tabulate
-from dgc.cost.candidates import Candidate, compute_of, measure_candidate
-from dgc.cost.cluster import cluster_on_paper, describe
-from dgc.cost.collectives import SIZES, Sample, fit_network, levels, measure_network, misfit, requests_of
-from dgc.cost.computing import last_level_cache
-from dgc.cost.methods import GOSSIP, UNCOMPRESSED, Method
-from dgc.cost.study import sentence
-from dgc.cost.verification import chosen, format_verification, order, verify
-from dgc.cost.workload import Workload
 from dgc_training.config import ConfigError, load
 from scripts.advise.__main__ import main
 from scripts.advise.arguments import check_arguments, parse_arguments

@@ -19,21 +19,21 @@ from laws.table import TABLE, Row
 from refusals import refuse
 from torch import nn
 
-from dgc import doctor
-from dgc.advise import loss_of_model, main, moved
+from dgc.advisor import doctor
+from dgc.advisor.candidates import measure_candidate
+from dgc.advisor.command import loss_of_model, main, moved
+from dgc.advisor.cost import BucketWork, Compute, Message, Network, Traffic, overlapped, predict
+from dgc.advisor.cost.computing import AlikeRanks, fit_computing, machine_of, record_steps, typical
+from dgc.advisor.doctor import Facts, Probe
+from dgc.advisor.methods import METHODS, builder
+from dgc.advisor.paper import WIDEST, candidate_on_paper, shape_of, workload_on_paper
+from dgc.advisor.workload import Workload
 from dgc.bucket import Bucket
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.requests import AllGather, AllReduce, Broadcast, Conversation, Exchange, ReduceScatter, Request
 from dgc.compression import Compressor, DenseCompressor, DGCCompressor
 from dgc.compression.protocol import DenseResult, Reduced, StatelessCompressor
 from dgc.contrib import GTopKCompressor
-from dgc.cost import BucketWork, Compute, Message, Network, Traffic, overlapped, predict
-from dgc.cost.candidates import measure_candidate
-from dgc.cost.computing import AlikeRanks, fit_computing, machine_of, record_steps, typical
-from dgc.cost.methods import METHODS, builder
-from dgc.cost.paper import WIDEST, candidate_on_paper, shape_of, workload_on_paper
-from dgc.cost.workload import Workload
-from dgc.doctor import Facts, Probe
 from dgc.memory import ResidualMemory
 from dgc.state import State
 from dgc.testing import LIKE, Fleet, gradients
@@ -97,7 +97,7 @@ def test_an_early_end_loses_no_message() -> None:
         fleet = Fleet(make, 16)
         fleet.step([gradients(rank, 0) for rank in range(16)])
         with case(exchange), pytest.MonkeyPatch.context() as patch:
-            patch.setattr("dgc.cost.computing.DECODED_BYTES", 0)
+            patch.setattr("dgc.advisor.cost.computing.DECODED_BYTES", 0)
             traffic = record(partial(plan, make), 16)
             assert traffic.total("wire") == pytest.approx(fleet.world.meters[-1].wire_bytes)
             assert (traffic.decode is None) == (exchange != "gtopk")

@@ -40,9 +40,9 @@ from benchmarks.step_overhead import resnet50
 from benchmarks.step_times import add_network, row_of
 from benchmarks.time_to_accuracy import reached
 from benchmarks.train_step import MODELS, Work, make, make_work
+from dgc.advisor.cost import AlikeRanks
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.meter import PHASES
-from dgc.cost import AlikeRanks
 
 Patch = pytest.MonkeyPatch
 

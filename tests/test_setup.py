@@ -17,7 +17,7 @@ import pytest
 from environment import REPOSITORY, patient
 from refusals import refuse
 
-from dgc.doctor import Probe, run_probe, run_within
+from dgc.advisor.doctor import Probe, run_probe, run_within
 from dgc.kernels.library import supported_isas
 from scripts.doctor import describe, diagnose, mpi_version
 from scripts.facts import PACKAGES, Facts, source_of_library
@@ -97,10 +97,10 @@ def test_a_probe_that_takes_too_long_is_repeated_once_with_a_longer_limit(
 ) -> None:
     monkeypatch.setattr("os.getloadavg", lambda: (20.04, 0.0, 0.0))
     late = subprocess.TimeoutExpired("probe", 90)
-    monkeypatch.setattr("dgc.doctor.run_within", Mock(side_effect=[late, (0, "{}", "")]))
+    monkeypatch.setattr("dgc.advisor.doctor.run_within", Mock(side_effect=[late, (0, "{}", "")]))
     assert run_probe(["probe"]).answer == {}
     assert "doctor: no answer after 90 s, at a load average of 20.0 on" in capsys.readouterr().err
-    monkeypatch.setattr("dgc.doctor.run_within", Mock(side_effect=[late, late]))
+    monkeypatch.setattr("dgc.advisor.doctor.run_within", Mock(side_effect=[late, late]))
     probe = run_probe(["probe"])
     assert probe.timed_out and probe.error.startswith("no answer after 300 s, at a load average of 20.0 on")
     for finding in diagnose(replace(HEALTHY, torch_hello=probe, kernels=probe)):

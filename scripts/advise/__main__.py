@@ -12,17 +12,17 @@ from collections.abc import Callable, Sequence
 
 from omegaconf import DictConfig
 
+from dgc.advisor.advice import Work
+from dgc.advisor.arguments import asked
+from dgc.advisor.candidates import Candidate, measure_all
+from dgc.advisor.cluster import Cluster, cluster_on_paper, load_average
+from dgc.advisor.cost import AlikeRanks
+from dgc.advisor.cost.collectives import measure_network
+from dgc.advisor.methods import Build
+from dgc.advisor.study import Options, report
+from dgc.advisor.workload import Progress
 from dgc.comm import Transport
 from dgc.comm.connect import choose_transport, connect
-from dgc.cost import AlikeRanks
-from dgc.cost.advice import Work
-from dgc.cost.arguments import asked
-from dgc.cost.candidates import Candidate, measure_all
-from dgc.cost.cluster import Cluster, cluster_on_paper, load_average
-from dgc.cost.collectives import measure_network
-from dgc.cost.methods import Build
-from dgc.cost.study import Options, report
-from dgc.cost.workload import Progress
 from dgc.terminal import escape_unprintable
 from dgc.units import plural
 from dgc_training.config import load

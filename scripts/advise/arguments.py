@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from dgc.cost.arguments import add_network, check_network, check_output
+from dgc.advisor.arguments import add_network, check_network, check_output
 from dgc_training.startup.arguments import ConfigsParser
 from scripts.advise.methods import NAMES
 

@@ -7,9 +7,9 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-from dgc.cost import Network
-from dgc.cost.advice import BANDWIDTHS, Work, crossing, step_at
-from dgc.cost.candidates import Candidate
+from dgc.advisor.advice import BANDWIDTHS, Work, crossing, step_at
+from dgc.advisor.candidates import Candidate
+from dgc.advisor.cost import Network
 from dgc.units import human_rate
 from scripts.plot_figures import STYLE
 

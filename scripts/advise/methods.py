@@ -1,4 +1,4 @@
-"""The advisor's methods for experiments of train.py: the table of `dgc.cost.methods`, with config files to stack.
+"""The methods of `dgc.advisor.methods` for experiments of train.py, with config files to stack.
 
 To add a method, add its row there and one of `scripts.methods` that has files alone: they set `train.compression`,
 or a synchronous `train.gossip` or `train.local`.
@@ -11,9 +11,9 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dgc.advisor import methods
+from dgc.advisor.methods import Build, Method, after_dense_steps
 from dgc.comm import Transport
-from dgc.cost import methods
-from dgc.cost.methods import Build, Method, after_dense_steps
 from dgc.optim import Wrapper
 from dgc_training.startup.build import build_as, config_errors, parameter_groups, wrap_optimizer
 from scripts.methods import files_of

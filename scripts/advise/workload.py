@@ -7,9 +7,9 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
+from dgc.advisor import workload
+from dgc.advisor.workload import LossOf, Passes, Progress, Workload
 from dgc.comm import Transport
-from dgc.cost import workload
-from dgc.cost.workload import LossOf, Passes, Progress, Workload
 from dgc_training.config import ConfigError
 from dgc_training.faults.failure import UsageError
 from dgc_training.startup.build import build_as

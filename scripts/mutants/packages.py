@@ -19,13 +19,13 @@ TRAINER_PACKAGES = (
 ADVISOR = Tests(("tests/test_cost.py", "tests/test_advise.py"))
 PACKAGES = {
     "dgc/advise": ADVISOR,
+    "dgc/advisor": ADVISOR,
     "dgc/aggregate": Tests(("tests/compression/test_powersgd.py", "tests/optim/test_identity.py")),
     "dgc/arguments": Tests(("tests/wire", "tests/test_names.py")),
     "dgc/bucket": Tests(("tests/compression", "tests/engine", "tests/memory", "tests/selection")),
     "dgc/comm": Tests(("tests/comm",), (*TRANSPORTS, "tests/parallel/test_hierarchical.py")),
     "dgc/compression": Tests(("tests/compression", *LAWS), TRANSPORTS),
     "dgc/contrib": Tests(("tests/contrib", "tests/compression", *LAWS)),
-    "dgc/cost": ADVISOR,
     "dgc/doctor": ADVISOR,
     "dgc/ddp": Tests(("tests/ddp", "tests/engine"), ("tests/parallel/test_ddp.py",)),
     "dgc/engine": Tests(("tests/engine", "tests/optim", *LAWS), (*TRANSPORTS, "tests/parallel/test_ddp.py")),

@@ -18,7 +18,7 @@ from parallel.processes import run_together
 from parallel.ranks import mpirun, torchrun
 from warm import python
 
-from dgc.advise import main
+from dgc.advisor.command import main
 from scripts.launch import prepare
 
 CHANGES = [block.split("```")[0] for block in (REPOSITORY / "README.md").read_text().split("```diff\n")[1:]]

@@ -4,9 +4,9 @@ import os
 from argparse import Namespace
 from dataclasses import dataclass
 
+from dgc.advisor.cost.computing import AlikeRanks
+from dgc.advisor.cost.model import Network
 from dgc.comm import Transport
-from dgc.cost.computing import AlikeRanks
-from dgc.cost.model import Network
 from dgc.units import RATES, TIMES, human_rate, plural, quantity
 
 LATENCY, INNER_RATE = "50us", "80gbit"  # on paper; the second is 10 GB/s, about that of shared memory

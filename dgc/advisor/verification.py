@@ -17,10 +17,10 @@ from time import perf_counter
 import torch
 from torch import nn
 
+from dgc.advisor.advice import Row, Work
+from dgc.advisor.methods import GOSSIP, UNCOMPRESSED, Build
+from dgc.advisor.workload import LossOf, Passes, Workload
 from dgc.comm import Transport, all_gather_object, barrier
-from dgc.cost.advice import Row, Work
-from dgc.cost.methods import GOSSIP, UNCOMPRESSED, Build
-from dgc.cost.workload import LossOf, Passes, Workload
 from dgc.optim import Wrapper
 from dgc.units import human_time
 

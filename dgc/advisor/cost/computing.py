@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from typing_extensions import assert_never
 
+from dgc.advisor.cost.model import Compute, Message, Traffic
 from dgc.bucket import Bucket
 from dgc.comm.meter import bytes_of
 from dgc.comm.requests import (
@@ -35,7 +36,6 @@ from dgc.comm.requests import (
 )
 from dgc.comm.transport import Transport
 from dgc.compression.protocol import Compressor
-from dgc.cost.model import Compute, Message, Traffic
 from dgc.engine.state import BucketStates
 
 REDUCED = {"AllReduce", "ReduceScatter", "Broadcast"}  # their replies do not grow with the number of ranks
@@ -61,7 +61,7 @@ class AlikeRanks:
         ValueError: A number is out of range.
 
     Example:
-        >>> from dgc.cost import AlikeRanks
+        >>> from dgc.advisor.cost import AlikeRanks
         >>> AlikeRanks(size=4096, local_size=8).group_size("cross")
         512
     """

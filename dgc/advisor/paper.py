@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from dgc.cost.candidates import Candidate, Recorder
-from dgc.cost.methods import Method, builder
-from dgc.cost.model import Compute, Message
-from dgc.cost.workload import Workload
+from dgc.advisor.candidates import Candidate, Recorder
+from dgc.advisor.cost.model import Compute, Message
+from dgc.advisor.methods import Method, builder
+from dgc.advisor.workload import Workload
 
 WIDEST = 256
 LAYERS_OF_WIDTH = 1 / 43

@@ -12,11 +12,11 @@ from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
+from dgc.advisor.cost.computing import AlikeRanks, evict_caches, message_of
+from dgc.advisor.cost.model import Message, Traffic
+from dgc.advisor.methods import Build
+from dgc.advisor.workload import Workload
 from dgc.comm import Request
-from dgc.cost.computing import AlikeRanks, evict_caches, message_of
-from dgc.cost.methods import Build
-from dgc.cost.model import Message, Traffic
-from dgc.cost.workload import Workload
 from dgc.optim import LocalOptimizer, Wrapper
 
 

@@ -4,9 +4,9 @@ All-reduce of fp32 and fp16 and all-gather of bytes are timed from 1 kB to 16 MB
 of a machine, and between machines with all ranks of a machine at once, as they share its network card. A time is
 that of the slowest rank, as the median over repeats.
 
-The fit finds latency, bandwidth and the seconds to add a byte with the formulas of dgc/cost/model.py: it minimizes
-the squared logarithms of predicted / measured over all sizes. Time that a transport needs for each collective,
-such as Horovod's cycle, is thus part of the latency.
+The fit finds latency, bandwidth and the seconds to add a byte with the formulas of model.py: it minimizes the
+squared logarithms of predicted / measured over all sizes. Time that a transport needs for each collective, such
+as Horovod's cycle, is thus part of the latency.
 """
 
 import math
@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
+from dgc.advisor.cost.computing import message_of
+from dgc.advisor.cost.model import Message, Network
 from dgc.comm import AllGather, AllReduce, Request, Transport, all_gather_object, barrier
 from dgc.comm.requests import Group
-from dgc.cost.computing import message_of
-from dgc.cost.model import Message, Network
 
 SIZES = tuple(4**k for k in range(5, 13))  # bytes: 1 kB to 16 MB
 LONGEST = 1.0  # seconds of one collective after which no larger ones are measured

@@ -47,7 +47,7 @@ class Network:
         ValueError: A number is not in its range.
 
     Example:
-        >>> from dgc.cost import Network
+        >>> from dgc.advisor.cost import Network
         >>> network = Network(latency=30e-6, bandwidth=1.25e9, ranks_per_machine=8)  # 10 Gbit/s Ethernet
     """
 

@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import sqrt
 
-from dgc.cost.candidates import Candidate
-from dgc.cost.methods import HALVES, UNCOMPRESSED
-from dgc.cost.model import Network, Prediction
+from dgc.advisor.candidates import Candidate
+from dgc.advisor.cost.model import Network, Prediction
+from dgc.advisor.methods import HALVES, UNCOMPRESSED
 from dgc.units import human_bytes, human_rate, human_time
 
 WORTHWHILE = 1.1  # times faster than the best uncompressed step: errors of the prediction are as large
@@ -68,7 +68,7 @@ def tabulate(candidates: Sequence[Candidate], network: Network, work: Work, fami
         candidates: What each method sends and computes.
         network: Between the ranks.
         work: Seconds without communication.
-        family: That of the optimizer, with which some methods lose quality: one of `dgc.cost.methods.FAMILIES`.
+        family: That of the optimizer, with which some methods lose quality: one of `dgc.advisor.methods.FAMILIES`.
     """
     found = {candidate.method.name: (candidate, candidate.predict(network)) for candidate in candidates}
     steps = {name: work.mean_step(candidate, network) for name, (candidate, _) in found.items()}

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dgc.cost.advice import (
+from dgc.advisor.advice import (
     Advice,
     Row,
     Work,
@@ -20,11 +20,11 @@ from dgc.cost.advice import (
     format_table,
     tabulate,
 )
-from dgc.cost.candidates import Candidate
-from dgc.cost.cluster import Cluster, describe, describe_load
-from dgc.cost.methods import UNCOMPRESSED, Build
-from dgc.cost.verification import chosen, format_verification, verify
-from dgc.cost.workload import Workload
+from dgc.advisor.candidates import Candidate
+from dgc.advisor.cluster import Cluster, describe, describe_load
+from dgc.advisor.methods import UNCOMPRESSED, Build
+from dgc.advisor.verification import chosen, format_verification, verify
+from dgc.advisor.workload import Workload
 from dgc.units import human_time
 
 WARNING = (

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from dgc.cost.methods import UNCOMPRESSED, Method
+from dgc.advisor.methods import UNCOMPRESSED, Method
 
 LARGEST = {"hosts": 16384, "ranks_per_host": 1024, "repeats": 10_000, "verify": 1_000_000}
 MOST_RANKS = 16384  # the traffic of one rank takes a minute to record, in a time that grows with their number

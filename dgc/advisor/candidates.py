@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from dgc.advisor.cost.computing import AlikeRanks, Planned, evict_caches, fit_computing, record_steps, typical
+from dgc.advisor.cost.model import Compute, Network, Prediction, Traffic, predict
+from dgc.advisor.gossip import record_gossip
+from dgc.advisor.methods import Build, Method, before_compression
+from dgc.advisor.workload import Workload
 from dgc.comm import Transport, all_gather_object, barrier
-from dgc.cost.computing import AlikeRanks, Planned, evict_caches, fit_computing, record_steps, typical
-from dgc.cost.gossip import record_gossip
-from dgc.cost.methods import Build, Method, before_compression
-from dgc.cost.model import Compute, Network, Prediction, Traffic, predict
-from dgc.cost.workload import Workload
 from dgc.optim import DistributedOptimizer
 
 MEASURED = (2, 4, 8)  # machines whose replies are decoded to measure computing
