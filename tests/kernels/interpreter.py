@@ -13,8 +13,10 @@ with pytest.MonkeyPatch.context() as patch:
     if DEVICE == "cpu":
         patch.setenv("TRITON_INTERPRET", "1")
     triton = pytest.importorskip("triton", reason="Triton is not installed")
-    for name in ("blocks", "codec", "elements", "lowrank", "quantize"):
+    FAMILIES = [
         import_module(f"dgc.kernels.triton_{name}")
+        for name in ("blocks", "codec", "elements", "lowrank", "quantize", "selection")
+    ]
     from dgc.kernels.triton_selection import INTERPRETED
 
 assert INTERPRETED == (DEVICE == "cpu"), "Triton was imported before this file could ask for its interpreter"
@@ -31,3 +33,6 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     if INTERPRETED:
         monkeypatch.setenv("TRITON_INTERPRET", "1")
         monkeypatch.setattr("triton.runtime.interpreter._patch_builtin", patch_builtin)
+        # the interpreter copies its names into the modules of kernels, also a `range` that was patched for a test
+        for family in FAMILIES:
+            vars(family).pop("range", None)
