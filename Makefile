@@ -70,10 +70,10 @@ TORCHES ?= 2.4.1 2.15.0
 proof: setup
 	@$(BIN)/python -m pytest $(CHECKED) --ignore tests/parallel
 	@$(BIN)/python -m pytest $(CHECKED) -m proof || test $$? -eq 5
-	@PYTHON=$(BIN)/python bash scripts/torch_versions.sh $(TORCHES)
+	@PYTHON=$(BIN)/python bash tools/torch_versions.sh $(TORCHES)
 
 mutants: setup
-	@$(BIN)/python -m scripts.mutants --workers $(WORKERS) --seed $(SEED)
+	@$(BIN)/python -m tools.mutants --workers $(WORKERS) --seed $(SEED)
 
 # needs no set-up, and reads the source without running it: its environment has MkDocs alone. Without INFO lines
 # (--quiet) MkDocs would not count warnings either

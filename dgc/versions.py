@@ -2,7 +2,7 @@
 
 The adapters read names of torch that are private or young. Each adapter lists its own in one table, with the first
 version that has them, and asks for them before training: otherwise another version would end a step with an
-AttributeError. The range has the versions with which the adapter's tests were run (scripts/torch_versions.sh).
+AttributeError. The range has the versions with which the adapter's tests were run (tools/torch_versions.sh).
 """
 
 import re

@@ -22,7 +22,7 @@ from dgc.kernels.library import supported_isas
 from scripts.doctor import describe, diagnose, mpi_version
 from scripts.facts import PACKAGES, Facts, source_of_library
 from scripts.launch import environment, mpirun, prepare, torchrun
-from scripts.wheels.check import FIRST_IMPORT, best_isa
+from tools.wheels.check import FIRST_IMPORT, best_isa
 
 Patch = pytest.MonkeyPatch
 BUILT = {"mpi": True, "gloo": True, "nccl": False, "cuda": False, "rocm": False}
@@ -221,13 +221,13 @@ def test_setup_leaves_an_environment_of_another_checkout_alone(checkout: Path, t
 
 def build_wheel(folder: Path, env: Mapping[str, str]) -> Path:
     """The wheel that a copy of the checkout gives with the packages of this environment."""
-    for name in ("dgc", "setup.py", "pyproject.toml", "README.md", "LICENSE", "scripts/wheels"):
+    for name in ("dgc", "setup.py", "pyproject.toml", "README.md", "LICENSE", "tools/wheels"):
         source, copy = REPOSITORY / name, folder / "source" / name
         ignored = shutil.ignore_patterns("*.so", "__pycache__")
         shutil.copytree(source, copy, ignore=ignored) if source.is_dir() else shutil.copy(source, copy)
     words = [sys.executable, "-c", f"import backend; backend.build_wheel({str(folder)!r})"]
     options: Any = {"cwd": folder / "source", "capture_output": True, "text": True, "timeout": patient(300)}
-    done = subprocess.run(words, env={**os.environ, "PYTHONPATH": "scripts/wheels", **env}, **options)
+    done = subprocess.run(words, env={**os.environ, "PYTHONPATH": "tools/wheels", **env}, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = folder.glob("*.whl")
     return wheel
@@ -262,7 +262,7 @@ def test_the_compiler_is_the_one_asked_for_then_that_of_the_machine(tmp_path: Pa
 
 def test_zig_is_fetched_for_an_sdist_and_where_there_is_no_compiler(tmp_path: Path, monkeypatch: Patch) -> None:
     """Only there: a checkout with a compiler needs no download of 90 MB."""
-    backend = runpy.run_path(str(REPOSITORY / "scripts/wheels/backend.py"))
+    backend = runpy.run_path(str(REPOSITORY / "tools/wheels/backend.py"))
     monkeypatch.setattr(backend["build_meta"], "get_requires_for_build_wheel", lambda settings: ["wheel"])
     monkeypatch.setattr(backend["platform"], "machine", lambda: "x86_64")
     monkeypatch.chdir(tmp_path)

@@ -1,6 +1,6 @@
 """Checks a built wheel: its size, its tag, the symbols that it needs, and that its kernels run without a compiler.
 
-python scripts/wheels/check.py dist/dgc_torch-*.whl     in an environment with torch and jaxtyping
+python tools/wheels/check.py dist/dgc_torch-*.whl     in an environment with torch and jaxtyping
 """
 
 import os

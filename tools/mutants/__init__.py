@@ -1,6 +1,6 @@
 """Mutation tests: small faults in the source, drawn with a seed, of which the tests must detect most.
 
-    python -m scripts.mutants [--count N] [--seed N] [--package NAME] [--workers N] [--list] [--record FILE]
+    python -m tools.mutants [--count N] [--seed N] [--package NAME] [--workers N] [--list] [--record FILE]
 
 The operators of mutmut make the faults. Each one is applied in a temporary copy of the working tree, so the
 checkout is never changed. The tests that run its lines follow, the fastest first, until one fails. Before the

@@ -1,6 +1,6 @@
 """Draws the pictures of measurements in docs/, each from a table of a page.
 
-    python -m scripts.docs.pictures [NAME ...]
+    python -m tools.docs.pictures [NAME ...]
 
 The tables are the only source of the numbers, also of those in the titles. The files have colours for a light and
 a dark background, and are the same on every machine.

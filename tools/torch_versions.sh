@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the tests of the adapters on other versions of torch, each in an environment of its own:
-#     bash scripts/torch_versions.sh 2.4.1 2.15.0
+#     bash tools/torch_versions.sh 2.4.1 2.15.0
 # The environments stay in $TORCH_VENVS, by default ~/.cache/dgc/torch; a CUDA build takes 6 GB.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -114,7 +114,7 @@ def summary(verdicts: Sequence[Verdict]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m scripts.mutants", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.mutants", description=__doc__)
     add, cores = parser.add_argument, len(os.sched_getaffinity(0))
     add("--count", type=int, default=200, help="least number of faults")
     add("--seed", type=int, default=1, help="other faults with each seed")

@@ -18,7 +18,7 @@ from .faults import Fault
 
 ROOT = Path(__file__).parents[2]
 LIBRARY = Path("dgc/kernels/libdgc_kernels.so")
-PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "scripts.mutants.plugin", "--tb=short", "-rfE")
+PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tools.mutants.plugin", "--tb=short", "-rfE")
 FIRST = re.compile(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", re.MULTILINE)
 
 

@@ -1,0 +1,1 @@
+"""What only maintainers run, in the repository's root. No wheel has it."""
