@@ -36,6 +36,7 @@ class State:
             tensor of it may belong to the state that a dropped step would have restored.
         dense: Whether the last step sent all elements, if the method decides that in each step; else None.
         partial: Tables that need not have all parameters.
+        common: Those of them that have the same parameters on all ranks.
     """
 
     size: int
@@ -47,6 +48,7 @@ class State:
     scratch: dict[str, Tensor] = field(default_factory=dict)
     dense: bool | None = None
     partial: tuple[str, ...] = ()
+    common: tuple[str, ...] = ()
 
     def next(self: S, **changes: Any) -> S:
         """Return the state after one more step, with these attributes changed."""

@@ -79,6 +79,7 @@ class PowerSGDState(State):
     deferred: SentUpdate | None = None
     keeps: bool = True
     partial: tuple[str, ...] = ("P", "Q")
+    common: tuple[str, ...] = ("P", "Q")
 
     def random_factor(self, batch: Batch, side: str, k: int) -> Float32[Tensor, "B r d"]:
         """Random factors for the k-th half step of this step, the same on all ranks. -1: to begin it with."""

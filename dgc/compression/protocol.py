@@ -1,6 +1,7 @@
 """The interface between the optimizer and a compressor, the results of `Compressor.reduce`, and whether they are
 finite: whose gradient is not, in which tensor. It is found once per step, and told on every rank."""
 
+import warnings
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
@@ -180,12 +181,21 @@ class StatelessCompressor(Compressor):
         return NoState(size, rank)
 
 
+CLEARLY_A_FACTOR = 100  # no share and no percentage
+
+
 def fraction_of(**ratio: float) -> float:
     """Return a ratio as a fraction: above 1 it is the factor saved. Raises ValueError if it is not positive."""
     require("a number", NUMBER, **ratio)
     ((name, value),) = ratio.items()
     if not 0 < value < inf:
         raise ValueError(f"{name} must be positive and finite, not {value}")
+    if 1 < value < CLEARLY_A_FACTOR:
+        warnings.warn(
+            f"{name}={value:g} is read as the factor saved: a share of {1 / value:.4g} is sent. Give that share, "
+            f"{name}={1 / value:.4g}, if you mean it, and {name}={value / 100:g} for {value:g} percent",
+            stacklevel=4,
+        )
     return min(value, 1 / value)
 
 

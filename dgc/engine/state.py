@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from math import sqrt
 from types import GeneratorType
 from typing import Any, NoReturn, Protocol, TypedDict, runtime_checkable
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -208,17 +209,30 @@ def has_steps(optimizer: Optimizer) -> bool:
     return False
 
 
-def compare_steps(transport: Transport, step: int) -> None:
-    """Check that the states of all ranks are of one step. Collective.
+def compare_states(transport: Transport, step: int, common: Mapping[str, int]) -> None:
+    """Check that the states of all ranks are of one step, and have loaded the same. Collective.
+
+    common: Of the parameters of which a loaded state has what all ranks must have: a digest for each method and
+    set of parameters.
 
     Raises:
-        ValueError: They are not. Raised on every rank, with the steps of all ranks.
+        ValueError: They are not. Raised on every rank, with the steps of all ranks, or the two that differ.
     """
-    ranks: dict[int, list[str]] = {}
     # the name is shown where a rank waits for others
-    for rank, other in enumerate(all_gather_object(transport, step, "load_compression_state_dict_on_every_rank")):
+    states = all_gather_object(transport, (step, common), "load_compression_state_dict_on_every_rank")
+    first: dict[str, tuple[int, int]] = {}
+    ranks: dict[int, list[str]] = {}
+    for rank, (other, _) in enumerate(states):
         ranks.setdefault(other, []).append(str(rank))
     if len(ranks) == 1:
+        for rank, (_, digests) in enumerate(states):
+            for key, digest in digests.items():
+                other, expected = first.setdefault(key, (rank, digest))
+                if digest != expected:
+                    raise ValueError(
+                        f"ranks {other} and {rank} have loaded states with factors of different parameters: "
+                        "load the states of one checkpoint, whole"
+                    )
         return
     found = "; ".join(
         f"{'ranks' if len(its) > 1 else 'rank'} {', '.join(its)}: step {other}" for other, its in ranks.items()
@@ -236,10 +250,16 @@ class BucketStates:
         self.compressor = compressor
         self._of: dict[str, tuple[Bucket, State]] = {}
         self._dropped: dict[str, State] = {}  # what replaces a state if the last step is dropped
+        self.common: dict[str, list[str]] = {}  # parameters of the last loaded state, of each of its common tables
 
     def add(self, bucket: Bucket, size: int, rank: int) -> None:
         """Begin with the initial state of a bucket, on rank `rank` of `size`."""
         self._of[bucket.name] = bucket, self.compressor.init(bucket, size, rank)
+
+    @property
+    def names(self) -> set[str]:
+        """Those of all parameters."""
+        return {s.name for bucket, _ in self._of.values() for s in bucket.segments}
 
     def __getitem__(self, bucket: Bucket) -> Any:
         """The state of a bucket."""
@@ -326,7 +346,7 @@ class BucketStates:
     def loader(self, saved: Mapping[str, Any]) -> Callable[[], None]:
         """Check a state, as `load_state_dict`, and return the function that takes it over and cannot fail."""
         check_mapping("state of a compressor", saved)
-        own, names = self._tables(), {s.name for bucket, _ in self._of.values() for s in bucket.segments}
+        own, names = self._tables(), self.names
         tables, kind = {key: table for key, table in saved.items() if key != METHOD}, self.compressor.class_name
         for table in tables.keys() ^ own.keys():
             if table in own or tables[table] != {}:
@@ -340,9 +360,10 @@ class BucketStates:
                 missing, extra = names - values.keys(), values.keys() - names
                 raise ValueError(f"{table} of another model: missing {texts(missing)}, unknown {texts(extra)}")
         loaded = {b.name: (b, state.loaded(b, tables)) for b, state in self._of.values()}
+        common = {table: sorted(tables[table]) for _, state in self._of.values() for table in state.common}
 
         def take() -> None:
-            self._of = loaded
+            self._of, self.common = loaded, common
             self._dropped.clear()
 
         return take
@@ -407,7 +428,7 @@ class HasCompression:
         if self._steps == 0 and self._known_optimizer is not None:
             self._warn_of_lost_state(self._known_optimizer)
         if self._compares_steps and self._takes_common_steps:
-            compare_steps(self._ranks, self._steps)
+            compare_states(self._ranks, self._steps, self._common())
         self._compares_steps = False
         self._steps += 1
         if self._epochs.steps_per_epoch is not None:
@@ -417,6 +438,15 @@ class HasCompression:
     def _known_optimizer(self) -> Optimizer | None:
         """The optimizer that takes the means, if the adapter knows it before it steps."""
         return None
+
+    def _common(self) -> dict[str, int]:
+        """See `compare_states`. Shards, and the parts of a machine's ranks, are compared with their like."""
+        identity, states = self._identity(), [m for m in self._methods if isinstance(m, BucketStates)]
+        return {
+            f"{identity.shard} {i} {crc32(repr(sorted(m.names)).encode())}": crc32(repr(m.common).encode())
+            for i, m in enumerate(states)
+            if m.common
+        }
 
     def _warn_of_lost_state(self, optimizer: Optimizer) -> None:
         """Let rank 0 warn if an optimizer has taken steps and this exchange, which keeps a residual, none."""

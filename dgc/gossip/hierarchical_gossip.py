@@ -107,7 +107,8 @@ class HierarchicalGossip(Gossip):
     def _step_with_mean_gradient(self, step: Callable[[], object]) -> None:
         if self._must_compare and self._local_size > 1:
             self._compare_gradients()
-        if not self.averages_gradients or self._average_gradients():
+        self.has_skipped = self.averages_gradients and not self._average_gradients()
+        if not self.has_skipped:
             step()
 
     def _run_locally(self, label: str, request: Request) -> Any:

@@ -38,6 +38,7 @@ class Gossip(ABC):
         averages_momentum: Whether the momenta of the optimizer are exchanged with the parameters.
         keeps_start: Whether it keeps a copy of the model that the ranks begin with: see `begin_from`.
         needs_common_start: Whether the ranks must begin with equal models.
+        has_skipped: Whether the last step was left out because of a gradient of another rank.
         progress: Steps of all ranks together, as far as this rank has been informed. Only if asynchronous.
         island: After `start`, the number of this rank's island: a rank, or the ranks of a machine that have one
             model together. Islands may be lost and join while the others keep their states. None: no island can
@@ -52,6 +53,7 @@ class Gossip(ABC):
     averages_momentum: bool = False
     keeps_start: bool = False
     needs_common_start: bool = False
+    has_skipped: bool = False
     progress: int
     island: int | None = None
     _conversation: RunningConversation[Any] | None = None  # in flight

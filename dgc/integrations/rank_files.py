@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import torch
 
@@ -94,8 +95,21 @@ def load(exchange: DDPExchange, file_of: Callable[[int], Path]) -> None:
             "Resume from an older one, or with as many ranks. For another number of ranks convert the files with "
             "dgc.optim.redistribute (page Checkpoints of the documentation)"
         )
-    read = partial(torch.load, own, map_location="cpu", weights_only=True)
-    load_on_every_rank(exchange, transport, read, lambda rank: str(file_of(rank)))
+    load_on_every_rank(exchange, transport, partial(read_state, own), lambda rank: str(file_of(rank)))
+
+
+def read_state(file: Any) -> Any:
+    """Load a file of `torch.save` onto the CPU, after a comparison with its checksums, which torch.load ignores.
+
+    Raises:
+        ValueError: A part of it has changed.
+    """
+    with ZipFile(file) as parts:
+        if changed := parts.testzip():
+            raise ValueError(f"the checksum of its part {changed} is another one")
+    if not isinstance(file, Path):
+        file.seek(0)
+    return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def load_on_every_rank(

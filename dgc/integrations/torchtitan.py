@@ -131,7 +131,7 @@ def keep_in_checkpoints(exchange: FSDPExchange, optimizers: Any, transport: Tran
 
     def load_state_dict(state: dict[str, Any]) -> None:
         def read() -> Any:
-            return torch.load(io.BytesIO(state[key]), weights_only=True)
+            return rank_files.read_state(io.BytesIO(state[key]))
 
         rank_files.load_on_every_rank(exchange, transport, read, lambda rank: f"the entry {entry_of(rank)}")
         load({name: value for name, value in state.items() if name != key})

@@ -68,8 +68,9 @@ class LocalOptimizer(Wrapper):
         method: How models are exchanged: an algorithm of `dgc.gossip` or `dgc.local`.
         transport: Connects the ranks. None: see `dgc.init`. With Horovod, MPI carries messages of two ranks.
         nonfinite: Response to NaN or inf in this rank's gradient. Its step is dropped and counted in
-            `dropped_steps`; other ranks are not affected. "raise" then raises NonFiniteGradientError, unless it is
-            a GradScaler that has found it. Training may go on.
+            `dropped_steps`; other ranks are not affected, except those of its machine that take steps with it.
+            "raise" then raises NonFiniteGradientError, unless it is a GradScaler that has found it. Training may
+            go on.
 
     Raises:
         ValueError: An argument is invalid, or settings or models differ between ranks, which the first step checks
@@ -176,6 +177,9 @@ class LocalOptimizer(Wrapper):
         step = partial(self._step, closure, loss) if reason is None else lambda: None
         with self._stepping():
             self._timed("step", lambda: self.method.update(step, float(self.param_groups[0]["lr"])))
+        if reason is None and self.method.has_skipped:
+            reason = OF_ANOTHER_RANK
+            raises = self._drops.drop(reason, by_scaler=by_scaler, warns=False)
         if raises:  # after the exchange, in which other ranks wait for this one
             raise NonFiniteGradientError(reason)
         return loss

@@ -1,6 +1,7 @@
 """Builds the parts of a run from its config. Errors of constructors become ConfigErrors."""
 
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,6 +67,7 @@ def build_method(settings: DictConfig) -> Any:
     """What the config's `train` exchanges models with, `local` or `gossip`, or its compressor of gradients."""
     if node := settings.local or settings.gossip:
         return build_as(ExchangesModels, node)
+    warnings.filterwarnings("ignore", "compress_ratio=.* is read as the factor saved")  # rank 0 prints it
     return build(settings.compression)
 
 

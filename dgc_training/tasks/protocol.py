@@ -35,6 +35,12 @@ class Setup:
     transport: Transport
     device: torch.device
 
+    def __post_init__(self) -> None:
+        """Raises ValueError if the data set has no split to train on."""
+        if "train" not in self.dataset:
+            splits = ", ".join(map(repr, self.dataset)) or "none"
+            raise ValueError(f"dataset has no split 'train', on which the model is trained. Its splits: {splits}")
+
     def criterion(self) -> nn.Module:
         """Builds `train.criterion`, on `device`."""
         node = self.tree.train.criterion

@@ -102,7 +102,15 @@ def test_each_rank_loads_its_own_file(tmp_path: Path) -> None:
     assert told.startswith(f"rank 0 has no file {folder / 'exchange0.pt'}")
 
 
+def flip_a_bit(file: Path) -> None:
+    """In the bytes of a tensor, [2, 2, 2] of rank 1: 2.0 becomes 2.5 in its first element."""
+    content = bytearray(file.read_bytes())
+    content[content.index(torch.full((3,), 2.0).numpy().tobytes()) + 2] ^= 0x20
+    file.write_bytes(content)
+
+
 DAMAGES: dict[str, Any] = {
+    "a bit of a tensor": flip_a_bit,
     "empty": lambda file: file.write_bytes(b""),
     "text": lambda file: file.write_text("error: disk full"),
     "half": lambda file: file.write_bytes(file.read_bytes()[: file.stat().st_size // 2]),

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dgc.aggregate import Config, PowerSGD, optimizer_step
 from dgc.comm import all_gather_object
 from dgc.comm.lockstep import LockstepWorld
-from dgc.compression import SparseCompressor
+from dgc.compression import PowerSGDCompressor, SparseCompressor
 from dgc.contrib import ZeroOneAdam, ZeroOneSteps
 from dgc.ddp import compress
 from dgc.gossip import OSGP, SGP
@@ -151,6 +151,22 @@ def test_states_of_different_steps_are_refused_before_anything_is_sent(name: str
         refuse(rf"ranks? 0.*: step 3; rank 1: step {steps[1]}\): .*on every rank", again.train, range(3, 4))
 
     world(name).run(body)
+
+
+@on_ranks(2)
+def test_a_state_of_powersgd_without_factors_on_one_rank_is_one_error_on_all(transport: Any) -> None:
+    def build() -> Adapter:
+        model = net()
+        own = wrap(model, transport, compression=PowerSGDCompressor(2, min_compression_rate=0))
+        return Adapter(own, lambda number: train(model, own, [number], transport.rank))
+
+    state, again = build().train(range(3)).state(), build()
+    tables = state["PowerSGDCompressor.0"]
+    assert tables["P"] and tables["Q"]
+    if transport.rank == 1:
+        tables.update(P={}, Q={})
+    again.load(state)
+    refuse("ranks 0 and 1 have loaded states with factors of different parameters", again.train, range(3, 4))
 
 
 def test_ddp() -> None:

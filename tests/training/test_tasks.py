@@ -378,6 +378,9 @@ def test_other_or_too_little_data_and_other_vocabularies_are_refused(data: Numbe
     LockstepWorld(2).run(with_own_vocabulary)
     setup = Setup(load(TINY), Digits(), torch.nn.Linear(2, 2), transport := LockstepWorld(1).transports[0], CPU)
     refuse("task is Translation, but dataset is a Digits", Translation, setup)
+    for splits, said in (({"test": data["test"]}, "'test'"), ({}, "none")):
+        words = f"dataset has no split 'train', on which the model is trained. Its splits: {said}$"
+        refuse(words, Setup, setup.tree, splits, setup.model, transport, CPU)
     refuse("too few for one step of 50 ranks x 2 passes", batches, data, 0, 50, 2)
     # a lower likelihood is no better checkpoint
     for metric, lower in (("nll", True), ("bleu", False)):
