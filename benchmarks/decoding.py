@@ -23,14 +23,14 @@ from torch import Tensor
 import dgc.kernels as kernels
 from benchmarks.harness import Table, in_turns, middle, options, print_json, ratio
 from benchmarks.step_overhead import Gradients, plan_buckets, resnet50
-from dgc.bucket import Bucket, Segment
-from dgc.compression.protocol import SparseResult
-from dgc.compression.sparse import INDICES, VALUES
+from dgc.core.bucket import Bucket, Segment
+from dgc.core.protocol import SparseResult
 from dgc.kernels import SparseVector
 from dgc.kernels.native import NativeMeanDecoder
-from dgc.selection import plan_selection
-from dgc.wire import SparseFormat
-from dgc.wire.payload import PayloadPlan
+from dgc.sparse.compressor import INDICES, VALUES
+from dgc.sparse.payloads import SparseFormat
+from dgc.sparse.payloads.payload import PayloadPlan
+from dgc.sparse.selectors import plan_selection
 
 TAKES = "5 min"
 FORMATS = ("fp32 int32", "fp16 packed", "sign rice", "int8 rice", "2bit rice")

@@ -32,14 +32,14 @@ from benchmarks.harness import add_methods, in_turns, options, print_json
 from benchmarks.laboratory import Laboratory
 from benchmarks.launches import add_options, begin, connected, on_networks, portions, run_methods
 from benchmarks.step_times import Row, add_network, measured, merged, print_table
-from dgc.bucket import Bucket
 from dgc.comm import Transport
 from dgc.comm.meter import TrafficMeter, all_reduce_wire_bytes
 from dgc.comm.requests import Conversation
-from dgc.compression.protocol import Compressor, DenseResult, Reduced, StatelessCompressor
+from dgc.core.bucket import Bucket
+from dgc.core.protocol import Compressor, DenseResult, Reduced, StatelessCompressor
+from dgc.core.state import State, zeros
 from dgc.kernels import PassInputs
 from dgc.optim import DGCSGD, DistributedOptimizer, LocalOptimizer
-from dgc.state import State, zeros
 from scripts.methods import COMPRESSORS, build
 
 TAKES = "1 min, and 1 to 15 min for each rate of a network"

@@ -33,23 +33,31 @@ from benchmarks.launches import run_ranks
 from benchmarks.stand_ins import cases, load_tests
 from benchmarks.step_methods import Copy, Ours, Pass, Step, TopK
 from dgc import comm, compression
-from dgc.bucket import Bucket, Segment, lay_out
 from dgc.comm import RunningConversation, TrafficMeter, Transport, all_gather_object
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.requests import AllGather, AllToAll, Conversation, next_requests
 from dgc.comm.staging import StagedTransport
 from dgc.comm.torch_distributed import TorchTransport
-from dgc.compression.cuda_graphs import SWITCH, StepGraph
-from dgc.compression.protocol import Compressor, Result, SparseResult
+from dgc.core.bucket import Bucket, Segment, lay_out
+from dgc.core.protocol import Compressor, Result, SparseResult
 from dgc.engine.loop import SideStream
 from dgc.engine.state import BucketStates
 from dgc.kernels import Merged, SparseVector
 from dgc.kernels.triton_tables import Launcher, bytes_moved
 from dgc.memory import DGCSGDMemory, ResidualMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
-from dgc.selection import Predicted, plan_selection
-from dgc.wire import CastValues, Int8Values, PackedIndices, PlainIndices, RiceIndices, SignValues, SparseFormat
-from dgc.wire.payload import PayloadPlan
+from dgc.sparse.cuda_graphs import SWITCH, StepGraph
+from dgc.sparse.payloads import (
+    CastValues,
+    Int8Values,
+    PackedIndices,
+    PlainIndices,
+    RiceIndices,
+    SignValues,
+    SparseFormat,
+)
+from dgc.sparse.payloads.payload import PayloadPlan
+from dgc.sparse.selectors import Predicted, plan_selection
 
 FORMATS = {
     "fp16 values, int32 indices": SparseFormat(CastValues("fp16"), PlainIndices("int32")),

@@ -37,7 +37,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO
 
-from dgc.arguments import WHOLE, require
+from dgc.core.arguments import WHOLE, require
 
 LOCKS = Path("/run/dgc-netlab")
 PREFIX = "dgclab"

@@ -50,10 +50,10 @@ from benchmarks.exchange import parameters_of as parameters_of_torchvision
 from benchmarks.harness import Table, add_methods, in_turns, middle, options, print_json, ratio
 from benchmarks.step_methods import Eager, Stateful
 from dgc.advisor.cost import AlikeRanks
-from dgc.bucket import Bucket
 from dgc.comm.meter import all_reduce_wire_bytes, bytes_of
 from dgc.comm.requests import next_requests
 from dgc.compression import Route, Rule
+from dgc.core.bucket import Bucket
 from dgc.engine.buckets import keep_states, plan_buckets
 from dgc.kernels.library import ISAS, choose_isa
 from dgc_models import resnet18, transformer_big

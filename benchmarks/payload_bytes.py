@@ -18,8 +18,8 @@ from benchmarks.exchange import parameters_of
 from benchmarks.harness import Table, options, print_json
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import Route, Rule
-from dgc.compression.sparse import INDICES, VALUES
 from dgc.engine.buckets import keep_states, plan_buckets
+from dgc.sparse.compressor import INDICES, VALUES
 from scripts.methods import build
 
 TAKES = "1 min"

@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import dgc.kernels as kernels
 import dgc_models
 from benchmarks import step_overhead
-from dgc.bucket import Bucket, Segment
+from dgc.core.bucket import Bucket, Segment
 from dgc.kernels import PassInputs, SparseVector
-from dgc.selection import plan_selection
+from dgc.sparse.selectors import plan_selection
 from dgc_datasets import Digits
 
 MOMENTUM = 0.9

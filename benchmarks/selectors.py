@@ -32,8 +32,8 @@ from benchmarks.recordings import MOMENTUM, Gradients, Recording, record, small_
 from benchmarks.step_methods import Layout, Ours, Step, TopK, floors
 from benchmarks.step_overhead import measure
 from dgc.kernels import Budget, Moments, PassInputs, Prediction, SelectionKernels, SparseVector, Tail, TopKResult
-from dgc.selection import Plan, Predicted
-from dgc.wire import CastValues, PlainIndices, SparseFormat
+from dgc.sparse.payloads import CastValues, PlainIndices, SparseFormat
+from dgc.sparse.selectors import Plan, Predicted
 from scripts.methods import SELECTORS, build
 
 TAKES = "15 min"

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 import dgc.kernels as kernels
-from dgc.bucket import Segment
+from dgc.core.bucket import Segment
 from dgc.kernels import PassInputs, SparseVector
 from dgc.kernels.build import compiler
-from dgc.selection import Selector, SelectorResult, plan_selection
-from dgc.wire import SparseFormat
-from dgc.wire.payload import PayloadPlan
+from dgc.sparse.payloads import SparseFormat
+from dgc.sparse.payloads.payload import PayloadPlan
+from dgc.sparse.selectors import Selector, SelectorResult, plan_selection
 
 Layout = Sequence[Sequence[Segment]]
 

@@ -27,9 +27,9 @@ from torch import Tensor
 import dgc.kernels as kernels
 from benchmarks.harness import Table, in_turns, middle, options, print_json, ratio
 from benchmarks.step_methods import Copy, Eager, Ours, Step, TopK, floors
-from dgc.bucket import Segment, lay_out
-from dgc.selection import Exact, Predicted
-from dgc.wire import CastValues, PlainIndices, SparseFormat
+from dgc.core.bucket import Segment, lay_out
+from dgc.sparse.payloads import CastValues, PlainIndices, SparseFormat
+from dgc.sparse.selectors import Exact, Predicted
 
 TAKES = "30 s"
 BUCKET_BYTES = 25 * 1024 * 1024

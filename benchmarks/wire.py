@@ -21,12 +21,12 @@ from torch import nn
 
 from benchmarks.harness import Table, options, print_json
 from benchmarks.recordings import Learner, endless
-from dgc.compression.sparse import INDICES, VALUES
 from dgc.kernels import Budget, SparseVector
 from dgc.kernels.codec import HEADER_BYTES
 from dgc.kernels.native import NativeCodec
-from dgc.wire import SparseFormat
-from dgc.wire.payload import PayloadPlan
+from dgc.sparse.compressor import INDICES, VALUES
+from dgc.sparse.payloads import SparseFormat
+from dgc.sparse.payloads.payload import PayloadPlan
 from dgc_datasets import Digits
 from dgc_models import resnet18
 

@@ -12,8 +12,9 @@
 fewer.
 
 The names of the list below are loaded when they are first used. All others are imported from the packages, which
-are, from the ground up (an import only ever points down): `kernels`, `comm`, `wire`, `selection`, `memory`,
-`compression`, `engine`, and the adapters `ddp`, `fsdp`, `aggregate`, `optim`, `local`.
+are, from the ground up (an import only ever points down): `kernels`, `comm`, `core`, the families of methods
+`sparse`, `lowrank` and `codes`, whose classes `compression` and `memory` name, `engine`, `gossip`, and the
+adapters `optim`, `ddp`, `fsdp`, `aggregate`, `local`.
 """
 
 from importlib import import_module

@@ -31,16 +31,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dgc.bucket import check_real
 from dgc.comm.connect import default_transport
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
-from dgc.compression.dense import DenseCompressor
-from dgc.compression.powersgd import PowerSGDCompressor
-from dgc.compression.protocol import Compressor, NonFiniteGradientError
+from dgc.core.bucket import check_real
+from dgc.core.dense import DenseCompressor
+from dgc.core.protocol import Compressor, NonFiniteGradientError
 from dgc.engine.exchange import ExchangeSettings, GradientExchange, plan_gradients
 from dgc.engine.options import check_has_values
 from dgc.engine.steps import AwaitedStep
+from dgc.lowrank.powersgd import PowerSGDCompressor
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from dgc.bucket import Bucket, make_bucket
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.requests import Conversation
-from dgc.compression.protocol import Compressor, Result, check_means
+from dgc.core.bucket import Bucket, make_bucket
+from dgc.core.protocol import Compressor, Result, check_means
+from dgc.core.state import with_tensors
 from dgc.engine.state import BucketStates
-from dgc.state import with_tensors
 
 Make = Callable[[], Compressor]
 SHAPES: tuple[tuple[int, ...], ...] = ((40, 25), (3, 3), (7, 11, 13), (1,), (2000,))

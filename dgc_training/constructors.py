@@ -24,6 +24,8 @@ SPECIAL = ("_target_", "_partial_")  # keys of a node that are not its construct
 def import_path(target: Any) -> str:
     """The shortest public path: torch.nn.modules.loss.CrossEntropyLoss -> 'torch.nn.CrossEntropyLoss'.
 
+    It is in a package around the module, or in a module of the same project that has the name in its `__all__`.
+
     Raises ValueError for objects that have no import path: lambdas, partials, instances, local classes.
     """
     module, name = getattr(target, "__module__", None) or "", getattr(target, "__qualname__", "")
@@ -32,11 +34,19 @@ def import_path(target: Any) -> str:
         # not getattr(module, ...): names that a package loads when they are used have the path of their module
         first, *rest = name.split(".")
         if reduce(lambda at, part: getattr(at, part, None), rest, _globals(prefix).get(first)) is target:
-            return f"{prefix}.{name}"
+            return f"{(prefix if prefix != module else _collected(target, module, name)) or prefix}.{name}"
     raise ValueError(
         f"Config takes a class or a function, or its import path, but {short(repr(target))} cannot be imported by "
         "that path; define it at the top of a module of its own"
     )
+
+
+def _collected(target: Any, module: str, name: str) -> str | None:
+    """The module that collects `target`, as `name`, for the users of its project. None: there is none."""
+    project = module.split(".")[0] + "."
+    loaded = [(key, vars(value)) for key, value in list(sys.modules.items()) if key.startswith(project)]
+    found = [key for key, own in loaded if name in own.get("__all__", ()) and own.get(name) is target]
+    return min(found, default=None, key=lambda key: (key.count("."), key))
 
 
 def _globals(module: str) -> dict[str, Any]:

@@ -24,12 +24,12 @@ from benchmarks.recordings import MOMENTUM, Gradients, Learner, Recording
 from benchmarks.runs import TASKS, WITH_ADAM, Task, simulate, summary_of, to_train
 from benchmarks.selectors import Counts, SelectorStep, count_step, counting, fit_tensors
 from benchmarks.train_step import Work
-from dgc.bucket import lay_out
 from dgc.comm import Transport
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import SparseCompressor
+from dgc.core.bucket import lay_out
 from dgc.kernels.library import choose_isa, supported_isas
-from dgc.selection import Laplace, plan_selection
+from dgc.sparse.selectors import Laplace, plan_selection
 from dgc_training.config import load
 from dgc_training.startup.arguments import parse_arguments
 from dgc_training.startup.build import build as build_model

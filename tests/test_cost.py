@@ -28,14 +28,14 @@ from dgc.advisor.doctor import Facts, Probe
 from dgc.advisor.methods import METHODS, builder
 from dgc.advisor.paper import WIDEST, candidate_on_paper, shape_of, workload_on_paper
 from dgc.advisor.workload import Workload
-from dgc.bucket import Bucket
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.requests import AllGather, AllReduce, Broadcast, Conversation, Exchange, ReduceScatter, Request
 from dgc.compression import Compressor, DenseCompressor, DGCCompressor
-from dgc.compression.protocol import DenseResult, Reduced, StatelessCompressor
 from dgc.contrib import GTopKCompressor
+from dgc.core.bucket import Bucket
+from dgc.core.protocol import DenseResult, Reduced, StatelessCompressor
+from dgc.core.state import State
 from dgc.memory import ResidualMemory
-from dgc.state import State
 from dgc.testing import LIKE, Fleet, gradients
 from dgc.units import RATES, TIMES, human_rate, human_time, quantity
 

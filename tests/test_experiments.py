@@ -15,7 +15,7 @@ from parallel.processes import run_together
 from small_data import write_cifar, write_imagenet
 from warm import python
 
-from dgc.memory import MomentumCorrection
+from dgc.core.momentum import MomentumCorrection
 from dgc_training.config import instantiate, load
 from dgc_training.config_files import REPOSITORY
 from dgc_training.constructors import import_target

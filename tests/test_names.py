@@ -26,9 +26,9 @@ from dgc.gossip import OSGP, SGP, FlatModel, from_weights, grid, ring
 from dgc.local import Nesterov, OuterSteps
 from dgc.memory import DGCSGDMemory, ResidualMemory
 from dgc.optim import DistributedOptimizer, LocalOptimizer, redistribute
-from dgc.selection import Sampled
+from dgc.sparse.payloads import SparseFormat
+from dgc.sparse.selectors import Sampled
 from dgc.versions import TorchRange
-from dgc.wire import SparseFormat
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 WRONG_STATES: tuple[Any, ...] = (None, 3, "text", [1], torch.ones(2))

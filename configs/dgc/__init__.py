@@ -18,7 +18,7 @@ optimizer.setdefault("nesterov", False)
 
 configs.train.compression = Config(DGCCompressor)
 configs.train.compression.compress_ratio = 0.001  # share of a tensor's elements that is sent
-# Each of these is a name or a constructor of dgc.selection or dgc.wire.
+# Each of these is a name or a constructor of dgc.sparse.selectors or dgc.sparse.payloads.
 configs.train.compression.selector = None  # which elements; None: exact top-k
 configs.train.compression.values = None  # fp32, fp16, bf16, int8, sign or 2bit; None: fp32
 configs.train.compression.indices = None  # int64, int32, packed or rice; None: int64

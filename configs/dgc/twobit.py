@@ -1,6 +1,6 @@
 """Values are sent as the number of one of 4 means of their tensor: 2 bits instead of 32."""
 
-from dgc.wire import TwoBitValues
+from dgc.sparse.payloads import TwoBitValues
 from dgc_training.config import Config, configs
 
 # width of the 4 bins in standard deviations: 4 for values above one threshold per tensor, 6 for several

@@ -4,8 +4,8 @@ import torch
 
 from dgc.compression import SparseCompressor
 from dgc.memory import ResidualMemory
-from dgc.selection import TopKPerChunk
-from dgc.wire import RiceIndices, TwoBitValues
+from dgc.sparse.payloads import RiceIndices, TwoBitValues
+from dgc.sparse.selectors import TopKPerChunk
 from dgc_training.config import Config, configs, derived
 
 local = configs.train.local
@@ -16,6 +16,6 @@ local.compression.compress_ratio = 64 / 4096  # share of a chunk's elements that
 local.compression.memory = Config(ResidualMemory, decay=0.95)  # what is left of the unsent rest at each exchange
 local.compression.selector = Config(TopKPerChunk, chunk_size=4096)
 local.compression.values = Config(TwoBitValues, range_in_sigmas=6.0)
-local.compression.indices = Config(RiceIndices)  # or dgc.wire.ChunkIndices, the paper's 12 bits per index
+local.compression.indices = Config(RiceIndices)  # or ChunkIndices, the paper's 12 bits per index
 local.compression.vectors = "sparse"
 local.compression.seed = derived("seed")

@@ -1,6 +1,6 @@
 """The k largest of every tensor, found after the pass over the gradient."""
 
-from dgc.selection import Exact
+from dgc.sparse.selectors import Exact
 from dgc_training.config import Config, configs
 
 configs.train.compression.selector = Config(Exact)

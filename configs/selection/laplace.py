@@ -1,6 +1,6 @@
 """LDTE-BS (Chen et al. 2021): the threshold of a Laplace distribution, corrected by binary search."""
 
-from dgc.selection import Laplace
+from dgc.sparse.selectors import Laplace
 from dgc_training.config import Config, configs
 
 configs.train.compression.selector = Config(Laplace)

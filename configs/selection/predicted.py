@@ -1,6 +1,6 @@
 """The k largest of every tensor, found in the pass over the gradient itself. This is DGC's default."""
 
-from dgc.selection import Predicted
+from dgc.sparse.selectors import Predicted
 from dgc_training.config import Config, configs
 
 configs.train.compression.selector = Config(Predicted)

@@ -1,6 +1,6 @@
 """The k largest of every tensor by radix digits, `radixSelect`: the baseline of studies of selection."""
 
-from dgc.selection import Radix
+from dgc.sparse.selectors import Radix
 from dgc_training.config import Config, configs
 
 configs.train.compression.selector = Config(Radix)

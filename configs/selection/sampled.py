@@ -1,6 +1,6 @@
 """The original's sampled threshold (Lin et al. 2018), adapted until the count is within its bounds."""
 
-from dgc.selection import Sampled
+from dgc.sparse.selectors import Sampled
 from dgc_training.config import Config, configs
 
 configs.train.compression.selector = Config(Sampled)

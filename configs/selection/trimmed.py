@@ -1,6 +1,6 @@
 """RedSync's trimmed top-k (Fang et al. 2019): exact top-k of the elements above a decreasing threshold."""
 
-from dgc.selection import Trimmed
+from dgc.sparse.selectors import Trimmed
 from dgc_training.config import Config, configs
 
 configs.train.compression.selector = Config(Trimmed)

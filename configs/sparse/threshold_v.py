@@ -2,7 +2,7 @@
 
 from dgc.compression import SparseCompressor
 from dgc.memory import ResidualMemory
-from dgc.selection import Fixed
+from dgc.sparse.selectors import Fixed
 from dgc_training.config import Config, configs
 
 configs.train.compression = Config(SparseCompressor)

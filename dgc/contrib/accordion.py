@@ -22,12 +22,12 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from dgc.arguments import NUMBER, WHOLE, checked, require
-from dgc.bucket import Bucket
 from dgc.comm.requests import Conversation
-from dgc.compression.powersgd import PowerSGDCompressor, PowerSGDState
-from dgc.compression.protocol import Reduced
-from dgc.state import Tables, check_mapping, zeros
+from dgc.core.arguments import NUMBER, WHOLE, checked, require
+from dgc.core.bucket import Bucket
+from dgc.core.protocol import Reduced
+from dgc.core.state import Tables, check_mapping, zeros
+from dgc.lowrank.powersgd import PowerSGDCompressor, PowerSGDState
 
 KINDS = {"epoch": WHOLE, "norm": NUMBER, "rank": WHOLE, "squares": NUMBER, "steps": WHOLE}
 UNKNOWN_AT_FIRST = {"epoch", "norm"}

@@ -26,14 +26,14 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from dgc.arguments import checked
-from dgc.bucket import Segment
 from dgc.comm.requests import Conversation, as_bytes, read
+from dgc.core.arguments import checked
+from dgc.core.bucket import Segment
+from dgc.core.envelope import PayloadError, sealed_bytes
 from dgc.gossip import DifferenceGossip, FP32Message, HalfPrecisionMessage, Message, metropolis, two_way_ring
 from dgc.gossip.messages import Bytes, Vector, exchange, message_of
 from dgc.gossip.topology import Graph, Mixing, Peers, Shares
-from dgc.selection.selector import share
-from dgc.wire.envelope import PayloadError, sealed_bytes
+from dgc.sparse.selectors.selector import share
 
 NOMINAL = (Segment("", 0, 1 << 20, (1 << 20,), (1,)),)  # for compress_ratio before the model is known
 

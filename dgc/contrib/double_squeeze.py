@@ -3,7 +3,7 @@
 
     worker i     v = g_i + e_i
 
-The servers, the payload and the codes are those of `dgc.compression.chunked_signs`, which 1-bit Adam has for its
+The servers, the payload and the codes are those of `dgc.codes.chunked_signs`, which 1-bit Adam has for its
 momentum.
 
 Differences from the paper: the servers compress the sum and not the mean, which changes their error by a factor of
@@ -13,11 +13,11 @@ N. Each piece has its own scale. There is no separate server.
 from collections.abc import Mapping
 from typing import Any
 
-from dgc.bucket import Bucket
-from dgc.compression.chunked_signs import ChunkedSignsCompressor
-from dgc.compression.error_feedback import accumulated
-from dgc.compression.protocol import Position, Use, Vector
-from dgc.compression.signs import SIGNS_WITH_ADAM
+from dgc.codes.chunked_signs import ChunkedSignsCompressor
+from dgc.codes.signs import SIGNS_WITH_ADAM
+from dgc.core.bucket import Bucket
+from dgc.core.error_feedback import accumulated
+from dgc.core.protocol import Position, Use, Vector
 
 
 class DoubleSqueezeCompressor(ChunkedSignsCompressor):

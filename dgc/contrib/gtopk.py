@@ -32,16 +32,16 @@ import torch
 from jaxtyping import Float32, Int64, UInt8
 from torch import Tensor
 
-from dgc.arguments import checked
-from dgc.bucket import Bucket, Segment
 from dgc.comm.requests import Conversation, Exchange, read
-from dgc.compression.dense import place_of_mean
-from dgc.compression.error_feedback import ErrorFeedbackCompressor, Mean, clone
-from dgc.compression.protocol import Position, Vector, fraction_of
-from dgc.compression.sparse import SELDOM
-from dgc.selection.selector import share
-from dgc.state import State
-from dgc.wire.envelope import Envelope, sealed_bytes
+from dgc.core.arguments import checked
+from dgc.core.bucket import Bucket, Segment
+from dgc.core.dense import place_of_mean
+from dgc.core.envelope import Envelope, sealed_bytes
+from dgc.core.error_feedback import ErrorFeedbackCompressor, Mean, clone
+from dgc.core.protocol import Position, Vector, fraction_of
+from dgc.core.state import State
+from dgc.sparse.compressor import SELDOM
+from dgc.sparse.selectors.selector import share
 
 BLOCK = 13  # elements in sequence of which one member of a group keeps what the group drops
 

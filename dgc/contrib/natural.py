@@ -17,11 +17,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dgc.arguments import checked
-from dgc.bucket import Bucket
-from dgc.compression.error_feedback import AllGatherCompressor, Codes
-from dgc.compression.protocol import Vector
-from dgc.state import State
+from dgc.core.arguments import checked
+from dgc.core.bucket import Bucket
+from dgc.core.error_feedback import AllGatherCompressor, Codes
+from dgc.core.protocol import Vector
+from dgc.core.state import State
 
 MAGNITUDE = 0x7FFFFFFF  # the bits of a float without its sign
 MANTISSA = 1 << 23

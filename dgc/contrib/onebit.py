@@ -18,11 +18,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from dgc.arguments import checked
-from dgc.bucket import Bucket, Segment
-from dgc.compression.error_feedback import AllGatherCompressor, Codes, clone
-from dgc.compression.protocol import Vector
-from dgc.state import State
+from dgc.core.arguments import checked
+from dgc.core.bucket import Bucket, Segment
+from dgc.core.error_feedback import AllGatherCompressor, Codes, clone
+from dgc.core.protocol import Vector
+from dgc.core.state import State
 
 
 @checked

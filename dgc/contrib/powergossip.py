@@ -27,15 +27,15 @@ import torch
 from jaxtyping import Float32
 from torch import Tensor
 
-from dgc.arguments import WHOLE, checked, require
-from dgc.bucket import Segment
 from dgc.comm.requests import Conversation
+from dgc.core.arguments import WHOLE, checked, require
+from dgc.core.bucket import Segment
+from dgc.core.envelope import sealed_bytes
 from dgc.gossip.graphs import two_way_ring
 from dgc.gossip.messages import exchange, message_of
 from dgc.gossip.model import ModelSlice
 from dgc.gossip.protocol import DifferenceGossip
 from dgc.gossip.topology import Graph, Mixing, metropolis, peer_schedule
-from dgc.wire.envelope import sealed_bytes
 
 NOISE = 1e-6  # of a factor's norm
 

@@ -18,14 +18,14 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from dgc.arguments import checked
-from dgc.bucket import Bucket
-from dgc.compression.dense import place_of_mean
-from dgc.compression.error_feedback import ErrorFeedbackCompressor, Mean, clone
-from dgc.compression.protocol import Position, Vector, check_choice, fraction_of
-from dgc.selection.selector import share
-from dgc.state import State
-from dgc.wire import CastValues
+from dgc.core.arguments import checked
+from dgc.core.bucket import Bucket
+from dgc.core.dense import place_of_mean
+from dgc.core.error_feedback import ErrorFeedbackCompressor, Mean, clone
+from dgc.core.protocol import Position, Vector, check_choice, fraction_of
+from dgc.core.state import State
+from dgc.sparse.payloads import CastValues
+from dgc.sparse.selectors.selector import share
 
 Chosen: TypeAlias = tuple[Int64[Tensor, "k"], Int64[Tensor, "k"] | float]
 

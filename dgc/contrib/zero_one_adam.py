@@ -42,20 +42,20 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dgc.arguments import NUMBER, WHOLE, checked, require
 from dgc.comm.conversation import without_autocast
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
 from dgc.compression import Compressor, Route, StatelessCompressor
-from dgc.compression.dense import for_gradients
 from dgc.contrib.double_squeeze import DoubleSqueezeCompressor
+from dgc.core.arguments import NUMBER, WHOLE, checked, require
+from dgc.core.dense import for_gradients
+from dgc.core.state import check_tensor
 from dgc.engine.agreement import check_equal, check_settings
 from dgc.engine.options import as_route, check_adam, check_saved_groups, loss_of
 from dgc.gossip.model import FlatModel
 from dgc.gossip.protocol import Gossip
 from dgc.local import BufferExchange
 from dgc.local.steps import COMMON_START, check_momentum
-from dgc.state import check_tensor
 
 
 @checked

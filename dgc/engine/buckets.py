@@ -9,11 +9,11 @@ import torch
 from jaxtyping import Float32, Int64
 from torch import Tensor
 
-from dgc.arguments import NUMBER, require
-from dgc.bucket import Bucket, Segment, as_real, lay_out, make_bucket
 from dgc.comm.collectives import all_gather_object
 from dgc.comm.transport import Transport
-from dgc.compression.protocol import Compressor, SparseResult
+from dgc.core.arguments import NUMBER, require
+from dgc.core.bucket import Bucket, Segment, as_real, lay_out, make_bucket
+from dgc.core.protocol import Compressor, SparseResult
 from dgc.engine.state import BucketStates
 
 MEGABYTE = 1024 * 1024

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dgc.bucket import local_part
+from dgc.core.bucket import local_part
 
 
 def check_nonfinite(nonfinite: Any, grad_scaler: Any = None) -> None:

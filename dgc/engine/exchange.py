@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from dgc.comm.collectives import MachineRank
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
-from dgc.compression.route import Route
+from dgc.core.route import Route
 from dgc.engine.agreement import check_settings
 from dgc.engine.buckets import PlannedBucket, check_equal_plans, describe, plan_buckets, states_in_order
 from dgc.engine.drops import DropPolicy, check_nonfinite, is_used

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from dgc.comm.collectives import all_gather_object, broadcast_object
 from dgc.comm.meeting import meet
+from dgc.core.state import with_tensors
 from dgc.engine.redistribute import redistribute
 from dgc.engine.state import HasCompression
-from dgc.state import with_tensors
 
 RANKS = "ranks"
 GATHER = "Call it on all ranks, outside of `if rank == 0`, and save what it returns on rank 0"

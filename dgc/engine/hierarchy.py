@@ -30,7 +30,6 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from dgc.bucket import Bucket, Segment, divide
 from dgc.comm.collectives import MachineRank, find_machine_rank
 from dgc.comm.requests import (
     AllGather,
@@ -44,7 +43,10 @@ from dgc.comm.requests import (
     between_machines,
 )
 from dgc.comm.transport import Transport
-from dgc.compression.protocol import (
+from dgc.core.bucket import Bucket, Segment, divide
+from dgc.core.envelope import PayloadError, open_numbers, seal_numbers
+from dgc.core.momentum import MomentumCorrection
+from dgc.core.protocol import (
     Compressor,
     DenseResult,
     Reduced,
@@ -52,13 +54,11 @@ from dgc.compression.protocol import (
     check_means,
     nonfinite_message,
 )
+from dgc.core.state import State, Tables
 from dgc.engine.buckets import PlannedBucket, keep_states
 from dgc.engine.options import register_compressors
 from dgc.engine.state import ResidualPart
 from dgc.kernels.selection import first_tensor_nonfinite
-from dgc.memory import MomentumCorrection
-from dgc.state import State, Tables
-from dgc.wire.envelope import PayloadError, open_numbers, seal_numbers
 
 RUNNING = -1  # in place of a number of rounds
 

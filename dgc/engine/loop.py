@@ -40,7 +40,7 @@ from dgc.comm.collectives import broadcast_object
 from dgc.comm.conversation import Intact, RunningConversation
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
-from dgc.compression.protocol import DenseResult, Result, check_means
+from dgc.core.protocol import DenseResult, Result, check_means
 from dgc.engine.buckets import PlannedBucket
 from dgc.engine.drops import is_used
 from dgc.engine.steps import check_not_running

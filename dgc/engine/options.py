@@ -15,12 +15,12 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from dgc.arguments import WHOLE, require
-from dgc.bucket import as_real, named_pairs
 from dgc.comm.transport import CrossMachineTransport, Transport
-from dgc.compression.dense import CastCompressor, DenseCompressor
-from dgc.compression.protocol import Compressor, ExchangesMomentum, MomentumOwner, StatelessCompressor, Use
-from dgc.compression.route import Route, Rule
+from dgc.core.arguments import WHOLE, require
+from dgc.core.bucket import as_real, named_pairs
+from dgc.core.dense import CastCompressor, DenseCompressor
+from dgc.core.protocol import Compressor, ExchangesMomentum, MomentumOwner, StatelessCompressor, Use
+from dgc.core.route import Route, Rule
 from dgc.engine.agreement import check_settings
 from dgc.engine.buckets import PlannedBucket, SparseUpdate
 

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dgc.arguments import FLAG, NUMBER, WHOLE, checked, require
-from dgc.bucket import Bucket, local_part
 from dgc.comm.collectives import all_gather_object
 from dgc.comm.requests import Conversation
 from dgc.comm.transport import Transport
-from dgc.compression.protocol import Compressor, MomentumOwner, Reduced, Result
+from dgc.core.arguments import FLAG, NUMBER, WHOLE, checked, require
+from dgc.core.bucket import Bucket, local_part
+from dgc.core.protocol import Compressor, MomentumOwner, Reduced, Result
+from dgc.core.state import State, Tables, check_count, check_mapping
 from dgc.engine.drops import DropPolicy
-from dgc.state import State, Tables, check_count, check_mapping
 
 
 def check_steps_per_epoch(steps: Any) -> None:

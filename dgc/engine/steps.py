@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from dgc.bucket import local_part
+from dgc.core.bucket import local_part
 
 CURE = "A hook or a signal handler can set a flag, for the loop to save after step()"
 

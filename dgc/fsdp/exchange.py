@@ -33,13 +33,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from dgc.bucket import Bucket, Segment, check_real, lay_out, local_part
 from dgc.comm.collectives import all_gather_object, all_reduce, barrier
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import CrossMachineTransport, Transport
-from dgc.compression.dense import HorovodCompression
-from dgc.compression.protocol import Compressor, ExchangesMomentum, NonFiniteGradientError
-from dgc.compression.route import Route
+from dgc.core.bucket import Bucket, Segment, check_real, lay_out, local_part
+from dgc.core.dense import HorovodCompression
+from dgc.core.protocol import Compressor, ExchangesMomentum, NonFiniteGradientError
+from dgc.core.route import Route
 from dgc.engine.agreement import checksum
 from dgc.engine.buckets import PlannedBucket, check_equal_plans, keep_states
 from dgc.engine.exchange import ExchangeSettings, GradientExchange, GradientPlan

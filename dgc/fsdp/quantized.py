@@ -44,16 +44,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 import dgc.kernels as kernels
-from dgc.bucket import local_part
 from dgc.comm.meter import TrafficMeter
-from dgc.compression.protocol import NonFiniteGradientError
+from dgc.core.bucket import local_part
+from dgc.core.envelope import Unchecked, blank, envelope
+from dgc.core.protocol import NonFiniteGradientError
+from dgc.core.state import check_mapping, check_tensor
 from dgc.engine.drops import DropPolicy, check_nonfinite
 from dgc.engine.loop import LossScale
 from dgc.engine.steps import AwaitedStep, BackwardPass, check_not_running
 from dgc.fsdp.shards import ParameterGroup, Place, parameter_groups, sharded_like
 from dgc.kernels import BlockCode, usable
-from dgc.state import check_mapping, check_tensor
-from dgc.wire.envelope import Unchecked, blank, envelope
 
 UNUSABLE = "{name} on rank {rank} has NaN or inf, or is 2**64 or more"
 FP16 = torch.finfo(torch.float16).max

@@ -32,9 +32,9 @@ import torch
 from jaxtyping import Float32, Int64
 from torch import Tensor
 
-from dgc.arguments import checked
 from dgc.comm.channel import Channel, open_channel
 from dgc.comm.requests import as_bytes
+from dgc.core.arguments import checked
 from dgc.gossip.graphs import bipartite_complete
 from dgc.gossip.messages import opened, write_header_
 from dgc.gossip.protocol import MISSING_ZERO_GRAD, Gossip

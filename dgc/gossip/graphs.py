@@ -27,7 +27,7 @@ import random
 from collections.abc import Sequence
 from math import isqrt
 
-from dgc.arguments import checked
+from dgc.core.arguments import checked
 from dgc.gossip.topology import Peers, Topology, TopologyError, from_schedules
 
 ORDERS = ("paper", "later")

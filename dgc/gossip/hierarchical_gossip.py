@@ -28,11 +28,11 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from dgc.arguments import checked
 from dgc.comm.collectives import find_machine_rank
 from dgc.comm.conversation import RunningConversation
 from dgc.comm.requests import AllGather, AllReduce, Conversation, Request, as_bytes
 from dgc.comm.transport import CrossMachineTransport
+from dgc.core.arguments import checked
 from dgc.gossip.model import ModelSlice
 from dgc.gossip.protocol import MISSING_ZERO_GRAD, Gossip
 from dgc.gossip.sgp import SGP

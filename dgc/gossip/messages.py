@@ -1,6 +1,6 @@
 """Messages from rank to rank, and the encodings of models in them.
 
-A message is sealed: a header of 24 bytes with a checksum (`dgc.wire.envelope`), then its content, rounded up to a
+A message is sealed: a header of 24 bytes with a checksum (`dgc.core.envelope`), then its content, rounded up to a
 multiple of 8 bytes.
 """
 
@@ -14,10 +14,10 @@ from jaxtyping import Float32, Float64, UInt8
 from torch import Tensor
 
 import dgc.kernels as kernels
-from dgc.arguments import WHOLE, checked, require
 from dgc.comm.requests import Conversation, Exchange, as_bytes, read
+from dgc.core.arguments import WHOLE, checked, require
+from dgc.core.envelope import Envelope, Unchecked, no_segments, sealed_bytes
 from dgc.kernels.codec import HEADER_BYTES, Terms
-from dgc.wire.envelope import Envelope, Unchecked, no_segments, sealed_bytes
 
 HALF_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 LEVELS = 127

@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Float32
 from torch import Tensor
 
-from dgc.arguments import checked
-from dgc.bucket import Segment, lay_out, local_part
+from dgc.core.arguments import checked
+from dgc.core.bucket import Segment, lay_out, local_part
 
 
 def of_own_storage(view: Tensor) -> Tensor:

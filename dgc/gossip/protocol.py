@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dgc.arguments import FLAG, WHOLE, require
 from dgc.comm.conversation import RunningConversation
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.requests import Conversation
 from dgc.comm.transport import Transport
+from dgc.core.arguments import FLAG, WHOLE, require
+from dgc.core.state import check_count, check_mapping, check_tensor
 from dgc.gossip.model import FlatModel
 from dgc.gossip.topology import ROUNDING, Graph, Mixing, Peers, Shares, Topology, build_topology, check_mixing
-from dgc.state import check_count, check_mapping, check_tensor
 
 MISSING_ZERO_GRAD = (
     "messages of neighbours have not been added to the model: call the optimizer's zero_grad() before the forward "

@@ -21,15 +21,15 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from dgc.arguments import WHOLE, checked, require
 from dgc.comm.collectives import all_reduce
 from dgc.comm.conversation import RunningConversation
 from dgc.comm.requests import AllReduce, Conversation, as_bytes
+from dgc.core.arguments import WHOLE, checked, require
+from dgc.core.state import check_mapping
 from dgc.gossip.graphs import n_peer_exponential
 from dgc.gossip.messages import WEIGHT_NBYTES, FP32Message, Message, blank, exchange, weight_of
 from dgc.gossip.protocol import MISSING_ZERO_GRAD, Gossip, check_state
 from dgc.gossip.topology import Graph, Mixing, Topology, build_topology, check_mixing, uniform
-from dgc.state import check_mapping
 
 POLL_INTERVAL = 5e-4  # seconds
 Share = tuple[Tensor, float]  # of x and of w

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from dgc.arguments import checked
+from dgc.core.arguments import checked
 
 Peers = tuple[int, ...]
 Shares = dict[int, float]  # by receiver, including the rank itself

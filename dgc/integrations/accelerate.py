@@ -12,8 +12,8 @@ from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
 
-from dgc.compression.protocol import Compressor
-from dgc.compression.route import Route
+from dgc.core.protocol import Compressor
+from dgc.core.route import Route
 from dgc.ddp import DDPExchange
 from dgc.integrations import rank_files
 

@@ -19,8 +19,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from dgc.comm.torch_distributed import connect
 from dgc.comm.transport import Transport
-from dgc.compression.protocol import Compressor
-from dgc.compression.route import Route
+from dgc.core.protocol import Compressor
+from dgc.core.route import Route
 from dgc.fsdp import FSDPExchange
 from dgc.integrations import rank_files
 

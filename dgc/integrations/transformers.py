@@ -14,8 +14,8 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from dgc.compression.protocol import Compressor
-from dgc.compression.route import Route
+from dgc.core.protocol import Compressor
+from dgc.core.route import Route
 from dgc.ddp import DDPExchange, compress
 from dgc.integrations import rank_files
 

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dgc.arguments import FLAG, NOTHING, NUMBER, checked, require
-from dgc.bucket import Segment
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
-from dgc.compression.protocol import Compressor
-from dgc.compression.route import Route
+from dgc.core.arguments import FLAG, NOTHING, NUMBER, checked, require
+from dgc.core.bucket import Segment
+from dgc.core.protocol import Compressor
+from dgc.core.route import Route
+from dgc.core.state import check_count, check_mapping, check_tensor, zeros
 from dgc.engine.agreement import Agreement
 from dgc.engine.buckets import MEGABYTE, PlannedBucket, keep_states, plan_buckets, states_in_order
 from dgc.engine.drops import DropPolicy
@@ -27,7 +28,6 @@ from dgc.engine.options import as_route, register_compressors
 from dgc.engine.state import named_methods, texts
 from dgc.gossip.model import FlatModel
 from dgc.local.optimizers import OuterOptimizer
-from dgc.state import check_count, check_mapping, check_tensor, zeros
 
 
 def divide(segments: Sequence[Segment], fragment_mb: float | None) -> list[list[Segment]]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from dgc.arguments import NUMBER, require
+from dgc.core.arguments import NUMBER, require
 
 # Makes the optimizer of z0. Each group has the learning rate of the inner optimizer as `inner_lr`. If an optimizer
 # has a default of it, ranks must have the same learning rate in the step of an exchange.

@@ -37,12 +37,13 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from dgc.arguments import FLAG, NOTHING, NUMBER, WHOLE, require
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
-from dgc.compression.dense import HorovodCompression
-from dgc.compression.protocol import Compressor
-from dgc.compression.route import Route
+from dgc.core.arguments import FLAG, NOTHING, NUMBER, WHOLE, require
+from dgc.core.dense import HorovodCompression
+from dgc.core.protocol import Compressor
+from dgc.core.route import Route
+from dgc.core.state import check_count, check_mapping, check_tensor
 from dgc.engine.agreement import check_equal
 from dgc.engine.options import as_route
 from dgc.engine.state import texts
@@ -50,7 +51,6 @@ from dgc.gossip.model import FlatModel
 from dgc.gossip.protocol import Gossip
 from dgc.local.exchange import Flight, Fragment, OuterExchange, divide
 from dgc.local.optimizers import OuterOptimizer
-from dgc.state import check_count, check_mapping, check_tensor
 
 COMMON_START = (
     "call dgc.optim.broadcast_parameters(model.state_dict()) before LocalOptimizer, because ranks exchange only "

@@ -1,4 +1,4 @@
-"""Adam for Deep Gradient Compression of preconditioned gradients: see dgc/compression/adam.py.
+"""Adam for Deep Gradient Compression of preconditioned gradients: see dgc/codes/onebit_adam.py.
 
 With the learning rate gamma and T_w = freeze_step, in step t = 1, 2, ..:
 

@@ -24,9 +24,9 @@ from dgc.comm.collectives import all_reduce
 from dgc.comm.connect import default_transport, process_set_transport
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
-from dgc.compression.dense import HorovodCompression
-from dgc.compression.protocol import Compressor, NonFiniteGradientError, Result, SparseResult
-from dgc.compression.route import Route
+from dgc.core.dense import HorovodCompression
+from dgc.core.protocol import Compressor, NonFiniteGradientError, Result, SparseResult
+from dgc.core.route import Route
 from dgc.engine.buckets import PlannedBucket, SparseUpdate
 from dgc.engine.exchange import ExchangeSettings, GradientExchange, plan_gradients
 from dgc.engine.options import (

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dgc.bucket import local_part
 from dgc.comm.collectives import all_gather_object, all_reduce, barrier
 from dgc.comm.connect import default_transport, running_transports
 from dgc.comm.conversation import Intact, without_autocast
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import CrossMachineTransport, Transport
-from dgc.compression.protocol import NonFiniteGradientError
+from dgc.core.bucket import local_part
+from dgc.core.protocol import NonFiniteGradientError
+from dgc.core.state import with_tensors
 from dgc.engine.agreement import check_settings, checksum
 from dgc.engine.buckets import check_equal_plans
 from dgc.engine.drops import DropPolicy, check_nonfinite
@@ -43,7 +44,6 @@ from dgc.engine.steps import before_steps, check_not_running
 from dgc.gossip.model import FlatModel
 from dgc.gossip.protocol import Gossip, UsesOptimizer
 from dgc.optim.wrapper import Wrapper
-from dgc.state import with_tensors
 
 BUFFER = "momentum_buffer"  # what torch calls the momentum of SGD and Muon
 OF_ANOTHER_RANK = "a gradient on another rank of this machine has NaN or inf"  # and that rank has the reason

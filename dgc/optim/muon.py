@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from dgc.arguments import FLAG, NUMBER, WHOLE, require
-from dgc.bucket import local_part
 from dgc.comm.conversation import without_autocast
+from dgc.core.arguments import FLAG, NUMBER, WHOLE, require
+from dgc.core.bucket import local_part
 from dgc.engine.options import as_number, check_adam, check_optimizer_state, check_saved_groups, loss_of
 from dgc.optim.muon_rule import rows_of
 from dgc.versions import TorchRange

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dgc.arguments import FLAG, WHOLE, require
 from dgc.comm.conversation import without_autocast
+from dgc.core.arguments import FLAG, WHOLE, require
 from dgc.engine.options import OF_SCHEDULERS, check_adam, check_optimizer_state, check_saved_groups, loss_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

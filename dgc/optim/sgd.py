@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import dgc.kernels as kernels
-from dgc.arguments import FLAG, require
-from dgc.bucket import fills_a_block
 from dgc.comm.conversation import without_autocast
+from dgc.core.arguments import FLAG, require
+from dgc.core.bucket import fills_a_block
 from dgc.engine.buckets import SparseUpdate
 from dgc.engine.options import as_number, check_rates, check_saved_groups, loss_of
 

@@ -24,12 +24,12 @@ import torch
 from jaxtyping import Float32, Int64
 from torch import Tensor
 
-from dgc.bucket import Bucket, Segment
 from dgc.comm.requests import AllGather, Conversation
-from dgc.compression.dense import DenseCompressor
-from dgc.compression.protocol import MomentumCorrection, Reduced
+from dgc.core.bucket import Bucket, Segment
+from dgc.core.dense import DenseCompressor
+from dgc.core.protocol import MomentumCorrection, Reduced
+from dgc.core.state import State
 from dgc.paper.feedback import ErrorFeedback, gradient_of, parts_of, result_of, sparse_sum
-from dgc.state import State
 
 
 class DGC(ErrorFeedback):

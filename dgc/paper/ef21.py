@@ -14,11 +14,11 @@ from math import ceil
 
 import torch
 
-from dgc.bucket import Bucket
 from dgc.comm.requests import AllGather, Conversation
-from dgc.compression.protocol import Reduced
+from dgc.core.bucket import Bucket
+from dgc.core.protocol import Reduced
+from dgc.core.state import State, zeros
 from dgc.paper.feedback import ErrorFeedback, gradient_of, parts_of, result_of, sparse_sum
-from dgc.state import State, zeros
 
 
 class EF21(ErrorFeedback):

@@ -7,9 +7,9 @@ import torch
 from jaxtyping import Float32, Int64, Shaped
 from torch import Tensor
 
-from dgc.bucket import Bucket
-from dgc.compression.protocol import Compressor, DenseResult, MomentumCorrection, first_nonfinite_message
-from dgc.state import State, zeros
+from dgc.core.bucket import Bucket
+from dgc.core.protocol import Compressor, DenseResult, MomentumCorrection, first_nonfinite_message
+from dgc.core.state import State, zeros
 
 
 class ErrorFeedback(Compressor):

@@ -14,8 +14,9 @@ On each of N ranks, with the local gradient g, the residual e and a ratio D:
         sent = v where |v| >= t, else 0
     e = v - sent;   result = 1/N sum over ranks of sent
 
-Payload of a bucket in bytes: 12 sum over tensors of k, and 8. dgc.selection.Laplace with ResidualMemory on a CPU
-gives the same bits for a bucket of one tensor. In one of several a tensor may fill what others leave of their k.
+Payload of a bucket in bytes: 12 sum over tensors of k, and 8. dgc.sparse.selectors.Laplace with ResidualMemory on
+a CPU gives the same bits for a bucket of one tensor. In one of several a tensor may fill what others leave of
+their k.
 
 Differences from the paper: a message has room for k elements of each tensor, so that every rank's has the same
 length. What reaches t beyond k waits, smallest magnitudes first. What is not finite: see feedback.py.
@@ -27,11 +28,11 @@ import torch
 from jaxtyping import Float32, Int64
 from torch import Tensor
 
-from dgc.bucket import Bucket
 from dgc.comm.requests import AllGather, Conversation
-from dgc.compression.protocol import Reduced
+from dgc.core.bucket import Bucket
+from dgc.core.protocol import Reduced
+from dgc.core.state import State
 from dgc.paper.feedback import ErrorFeedback, gradient_of, parts_of, result_of, sparse_sum
-from dgc.state import State
 
 
 class LDTEBS(ErrorFeedback):

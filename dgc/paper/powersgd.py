@@ -7,7 +7,7 @@ At worker w, gradient g_w is a matrix [n, m] with an error e_w, at first 0, and 
     Q_w = Delta_w^T P^;     Q = mean of Q_w
     e_w = Delta_w - P^ Q_w^T                         the update is P^ Q^T
 
-The fast implementation is `dgc.compression.powersgd` with mode="paper". Differences from the paper: r is at most n
+The fast implementation is `dgc.lowrank.powersgd` with mode="paper". Differences from the paper: r is at most n
 and m. Momentum is the optimizer's. Dependent columns of P, and NaN or inf in a gradient, are not handled.
 """
 
@@ -18,10 +18,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from dgc.bucket import Bucket
 from dgc.comm.requests import AllReduce, Conversation
-from dgc.compression.protocol import Compressor, DenseResult, Reduced
-from dgc.state import State
+from dgc.core.bucket import Bucket
+from dgc.core.protocol import Compressor, DenseResult, Reduced
+from dgc.core.state import State
 
 Draw = Callable[[str, int, int, int], Tensor]  # of name, t, m and r: a random Q [m, r], the same on all workers
 

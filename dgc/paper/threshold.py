@@ -24,11 +24,11 @@ from jaxtyping import Float32, Int64, UInt8
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dgc.bucket import Bucket
 from dgc.comm.requests import AllGather, Conversation
-from dgc.compression.protocol import Reduced
+from dgc.core.bucket import Bucket
+from dgc.core.protocol import Reduced
+from dgc.core.state import State
 from dgc.paper.feedback import ErrorFeedback, gradient_of, parts_of, result_of
-from dgc.state import State
 
 
 class Threshold(ErrorFeedback):

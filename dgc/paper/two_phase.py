@@ -26,11 +26,11 @@ import torch
 from jaxtyping import Float32, Int8, Int16
 from torch import Tensor
 
-from dgc.bucket import Bucket
 from dgc.comm.requests import AllGather, AllToAll, Conversation
-from dgc.compression.protocol import Reduced
+from dgc.core.bucket import Bucket
+from dgc.core.protocol import Reduced
+from dgc.core.state import State, zeros
 from dgc.paper.feedback import ErrorFeedback, gradient_of, parts_of, result_of
-from dgc.state import State, zeros
 
 Blocks = Float32[Tensor, "b B"]
 

@@ -9,11 +9,11 @@ from optim.nets import alone, same
 from torch.utils._pytree import tree_leaves
 
 from dgc import comm
-from dgc.bucket import make_bucket
 from dgc.comm.lockstep import LockstepTransport, LockstepWorld
 from dgc.comm.requests import Read, next_requests, read
 from dgc.comm.staging import HostCopy, StagedTransport
 from dgc.compression import DenseResult, Reduced, StatelessCompressor
+from dgc.core.bucket import make_bucket
 from dgc.engine.buckets import PlannedBucket, keep_states
 from dgc.engine.loop import Engine
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from compression.ranks import normal
+from core.ranks import normal
 from states import assert_equal
 
 from dgc.contrib import AccordionCompressor

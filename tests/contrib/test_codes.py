@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from compression.ranks import Ranks, normal
-from compression.test_quantized import STOCHASTIC, N, once
+from codes.test_quantized import STOCHASTIC, N, once
+from core.ranks import Ranks, normal
 
 from dgc import contrib
 from dgc.contrib.onebit import rows_of

@@ -5,15 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from compression.ranks import Ranks, normal
+from core.ranks import Ranks, normal
 from optim.nets import alone, net, wrap
 
-from dgc.bucket import make_bucket
 from dgc.comm.requests import next_requests
 from dgc.compression import DGCCompressor, Route, Rule
 from dgc.contrib import GTopKCompressor
+from dgc.core.bucket import make_bucket
 from dgc.memory import ResidualMemory
-from dgc.wire import PayloadError
+from dgc.sparse.payloads import PayloadError
 from dgc_training.config import load
 from dgc_training.startup.build import build_method, open_transport
 

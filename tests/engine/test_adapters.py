@@ -234,7 +234,7 @@ def test_training_changes_no_state_that_was_saved_or_loaded(transport: Transport
 def test_after_an_error_about_nan_training_goes_on_as_after_a_step_that_is_skipped(
     transport: Transport, build: Any
 ) -> None:
-    """`dgc.aggregate` always raises: tests/compression/test_powersgd.py."""
+    """`dgc.aggregate` always raises: tests/lowrank/test_powersgd.py."""
     skips, raises = build(transport), build(transport, nonfinite="raise")
     for number in range(4):
         with pytest.raises(NonFiniteGradientError) if number == 2 else nullcontext():

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from refusals import refuse
 
-from dgc.bucket import make_bucket
 from dgc.compression import DenseCompressor, DGCCompressor, PowerSGDCompressor, Route, Rule
+from dgc.core.bucket import make_bucket
 from dgc.engine.buckets import MEGABYTE, describe, keep_states, plan_buckets
 from dgc.memory import NoMemory
 

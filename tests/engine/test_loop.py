@@ -12,9 +12,9 @@ from cases import case
 from on_ranks import on_ranks
 
 from dgc import compression as methods
-from dgc.bucket import make_bucket
 from dgc.comm import AllReduce, TrafficMeter
 from dgc.comm.lockstep import LockstepTransport, LockstepWorld
+from dgc.core.bucket import make_bucket
 from dgc.engine.buckets import PlannedBucket, keep_states, plan_buckets
 from dgc.engine.loop import COMMUNICATORS, Engine, StartOrder
 from dgc.memory import DGCSGDMemory

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, init_device_mesh
 
-from dgc.bucket import local_part
 from dgc.comm.transport import Transport
 from dgc.compression import TwoPhaseCompressor
+from dgc.core.bucket import local_part
 from dgc.fsdp import compress, local_mesh, quantize
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")

@@ -11,9 +11,9 @@ from on_ranks import on_ranks
 from refusals import refuse
 from torch.distributed.fsdp import fully_shard  # noqa: F401  (registers torch.ops.fsdp)
 
-from dgc.bucket import make_bucket
 from dgc.comm.lockstep import LockstepTransport, LockstepWorld
 from dgc.compression import DenseCompressor
+from dgc.core.bucket import make_bucket
 from dgc.engine.buckets import PlannedBucket
 from dgc.fsdp import shards as mesh
 from dgc.fsdp.exchange import GroupPlan, check_equal_models

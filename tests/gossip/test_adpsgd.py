@@ -25,7 +25,7 @@ from dgc.gossip.graphs import bipartite_complete
 from dgc.gossip.model import FlatModel
 from dgc.gossip.topology import bipartite_subgraph, peer_schedule
 from dgc.optim import LocalOptimizer
-from dgc.wire import PayloadError
+from dgc.sparse.payloads import PayloadError
 
 
 def line(size: Any) -> Any:

@@ -12,12 +12,12 @@ from on_ranks import on_ranks
 from refusals import check_refusals
 
 from dgc import contrib, gossip
-from dgc.bucket import Segment
 from dgc.contrib.powergossip import as_matrix, orthonormal
+from dgc.core.bucket import Segment
 from dgc.engine.redistribute import blend, shares
 from dgc.gossip import TopologyError
 from dgc.local import OuterSteps, SlowMo
-from dgc.wire import PayloadError
+from dgc.sparse.payloads import PayloadError
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 

@@ -14,10 +14,10 @@ from on_ranks import on_ranks
 
 from dgc import contrib, gossip
 from dgc.comm import all_reduce
+from dgc.core.envelope import sealed_bytes
 from dgc.gossip import DPSGD, OSGP, SGP, Int8Message
 from dgc.local import Nesterov, OuterSteps, SlowMo
 from dgc.optim import LocalOptimizer
-from dgc.wire.envelope import sealed_bytes
 
 ROUNDING = 2e-6
 NEED_ZERO_GRAD = ("sgp", "osgp", "osgp, 2 steps", "osgp, 2 steps, after the step", "dpsgd", "choco", "slowmo")

@@ -19,7 +19,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dgc import wire
 from dgc.kernels import triton_selection as backend
 from dgc.kernels.blocks import BlockCode
 from dgc.kernels.codec import Terms
@@ -32,7 +31,8 @@ from dgc.kernels.triton_elements import TritonElementCoder
 from dgc.kernels.triton_lowrank import TritonLowRank
 from dgc.kernels.triton_quantize import TritonQuantizers
 from dgc.kernels.triton_tables import WARPS, Launcher
-from dgc.wire.payload import PayloadPlan
+from dgc.sparse import payloads as formats
+from dgc.sparse.payloads.payload import PayloadPlan
 
 POINTERS = {
     torch.float16: "*fp16",
@@ -158,12 +158,13 @@ def every_payload(codec: Any, decoder: Any) -> None:
     n, capacity = 6000, 50
     bounds, first = torch.tensor([0, 2500, n]), torch.tensor(n)
     x, count = torch.zeros(capacity), torch.tensor(capacity, dtype=torch.int32)
-    values: list[wire.ValueFormat] = [*map(wire.CastValues, ("fp32", "fp16", "bf16")), wire.SignValues()]
-    for form in (*values, wire.Int8Values(), wire.TwoBitValues()):
-        plain, coded = map(wire.PlainIndices, ("int32", "int64")), (wire.PackedIndices(), wire.RiceIndices())
-        for indices in (*plain, *coded, wire.ChunkIndices()):
+    values: list[formats.ValueFormat] = [*map(formats.CastValues, ("fp32", "fp16", "bf16")), formats.SignValues()]
+    for form in (*values, formats.Int8Values(), formats.TwoBitValues()):
+        plain = map(formats.PlainIndices, ("int32", "int64"))
+        coded = formats.PackedIndices(), formats.RiceIndices()
+        for indices in (*plain, *coded, formats.ChunkIndices()):
             budget = Budget(bounds, torch.tensor([20, 30]), capacity)
-            plan = PayloadPlan(wire.SparseFormat(form, indices), budget, n)
+            plan = PayloadPlan(formats.SparseFormat(form, indices), budget, n)
             payload = plan.encode(codec, SparseVector(x.int(), x, count), first).payload
             codec.words_of([payload])
             decoder.mean_into_(torch.zeros(n), [payload] * 2, plan.layout, bounds, 2)

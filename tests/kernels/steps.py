@@ -7,8 +7,8 @@ import torch
 from kernels import comparison
 
 from dgc import compression, kernels
-from dgc.bucket import Bucket, lay_out
 from dgc.comm.requests import AllGather, next_requests
+from dgc.core.bucket import Bucket, lay_out
 from dgc.engine.state import BucketStates
 
 METHODS = {

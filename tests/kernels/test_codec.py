@@ -9,11 +9,11 @@ import torch
 from cases import case
 from kernels.backends import CODECS
 from kernels.comparison import HALVES, same
-from wire import payloads as inputs
-from wire.payloads import INDICES, budget_of, decode, encode, formats_for, scattered, seal_, selection_of
+from sparse import payloads as inputs
+from sparse.payloads import INDICES, budget_of, decode, encode, formats_for, scattered, seal_, selection_of
 
 from dgc.kernels.codec import BLOCKS, PLAIN, IndexCode, IndexKind, Terms
-from dgc.wire.indices import plan_packed, plan_rice
+from dgc.sparse.payloads.indices import plan_packed, plan_rice
 
 every_codec = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, *HALVES])

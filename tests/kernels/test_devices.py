@@ -12,8 +12,8 @@ from kernels.interpreter import interpreter as interpreter
 from laws.table import TABLE
 
 from dgc import compression, kernels
-from dgc.bucket import Bucket, lay_out
 from dgc.comm.requests import next_requests
+from dgc.core.bucket import Bucket, lay_out
 from dgc.engine.state import BucketStates
 from dgc.kernels.triton_tables import Launcher
 

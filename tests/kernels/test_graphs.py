@@ -18,12 +18,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from benchmarks.gpu_steps import FREE, Whole, same_bits
 from dgc import kernels
-from dgc.bucket import Bucket
 from dgc.comm.requests import next_requests
-from dgc.compression import DGCCompressor, SparseCompressor, sparse
-from dgc.compression.cuda_graphs import WARM_UP, StepGraph, graph_of
+from dgc.compression import DGCCompressor, SparseCompressor
+from dgc.core.bucket import Bucket
 from dgc.kernels.triton_tables import Launcher
 from dgc.memory import ClipByNorm, DGCSGDMemory, NoMemory, ResidualMemory
+from dgc.sparse import compressor as sparse
+from dgc.sparse.cuda_graphs import WARM_UP, StepGraph, graph_of
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off on a GPU")
 SHAPES = [(20, 30), (15, 20)]
@@ -157,7 +158,7 @@ METHODS = {
 @pytest.mark.parametrize("name", METHODS)
 def test_every_step_launches_the_same(captured: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """The same kernels and operations, with the same grids, constants and addresses, from the third step on."""
-    monkeypatch.setattr("dgc.compression.cuda_graphs.WARM_UP", 99)
+    monkeypatch.setattr("dgc.sparse.cuda_graphs.WARM_UP", 99)
     rank, steps = Rank(METHODS[name](), StepGraph("bucket", CPU)), []
     for number in range(1, 6):
         watch = Recording(runs=True)

@@ -10,8 +10,8 @@ from kernels.comparison import same
 from kernels.steps import METHODS, Steps, gradients_of
 
 from dgc import kernels
+from dgc.core.envelope import PayloadError
 from dgc.kernels.native import FOUND, NativeElementCoder
-from dgc.wire.envelope import PayloadError
 
 CPU = torch.device("cpu")
 

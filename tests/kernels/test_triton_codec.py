@@ -10,17 +10,17 @@ from kernels.comparison import REFERENCE, same
 from kernels.interpreter import DEVICE, ORDERS
 from kernels.interpreter import interpreter as interpreter
 from kernels.waits import watching
-from wire import payloads
+from sparse import payloads
 
-from dgc import wire
 from dgc.kernels.codec import WORDS, Codec
 from dgc.kernels.selection import PassInputs, SparseVector
 from dgc.kernels.triton_codec import TritonCodec, TritonMeanDecoder, counters_on
 from dgc.kernels.triton_selection import TritonSelection
-from dgc.wire.payload import PayloadPlan
+from dgc.sparse import payloads as formats
+from dgc.sparse.payloads.payload import PayloadPlan
 
 CASTS = ("fp32", "fp16", "bf16")
-VALUES = (*map(wire.CastValues, CASTS), wire.SignValues(), wire.Int8Values(), wire.TwoBitValues())
+VALUES = (*map(formats.CastValues, CASTS), formats.SignValues(), formats.Int8Values(), formats.TwoBitValues())
 # elements of the bucket, of a selection, of the payload: none, one, an odd number, more than one program
 SIZES = ((5000, 0, 50), (10, 1, 1), (5000, 37, 51), (9000, 2100, 2100))
 
@@ -28,7 +28,7 @@ SIZES = ((5000, 0, 50), (10, 1, 1), (5000, 37, 51), (9000, 2100, 2100))
 def plan_of(values: Any, indices: Any, numel: Any, capacity: Any) -> Any:
     sizes, ks = [0, numel // 3, numel - numel // 3], [0, capacity // 2, -(-capacity // 2)]
     budget = comparison.budget_of(sizes, ks, DEVICE)
-    return PayloadPlan(wire.SparseFormat(values, payloads.INDICES[indices]), budget, numel, 0.01)
+    return PayloadPlan(formats.SparseFormat(values, payloads.INDICES[indices]), budget, numel, 0.01)
 
 
 def on_device(given: Any) -> Any:
@@ -44,7 +44,7 @@ def test_payloads() -> None:
     """With denormals, values near fp32's largest and of no size, NaN and inf, and each kind of first element."""
     ours, theirs = TritonCodec(), Codec()
     for (numel, count, capacity), values, indices in product(SIZES, CASTS, ("int32", "int64")):
-        plan = plan_of(wire.CastValues(values), indices, numel, capacity)
+        plan = plan_of(formats.CastValues(values), indices, numel, capacity)
         for scale, first in ((1.0, numel), (1e-40, 0), (1e37, numel - 1), (0.0, numel // 3)):
             selection = selection_of(numel, count, capacity, 3, scale)
             # PyTorch's own bits of a NaN in bf16 depend on the device; the receiver refuses all of them
@@ -80,7 +80,7 @@ def test_coded_payloads() -> None:
     forms = [*product(VALUES, ("packed", "rice", "chunks")), *product(VALUES[3:], ("int32", "int64"))]
     sizes = (SIZES * 6)[: len(forms)]
     given = [(numel, selection_of(numel, count, capacity, 3)) for numel, count, capacity in sizes]
-    tables = (wire.SignValues(), wire.TwoBitValues(4.0), wire.Int8Values())
+    tables = (formats.SignValues(), formats.TwoBitValues(4.0), formats.Int8Values())
     forms += [(tables[i % 3], ("packed", "rice", "int32", "rice")[i % 4]) for i in range(12)]
     given += ([*hard_selections()] * 3)[:12]
     # values so small that half precision scales them
@@ -105,7 +105,7 @@ def test_headers_of_other_payloads() -> None:
         mine, expected = (payload.to(DEVICE).clone() for _ in range(2))
         for codec, given in ((ours, mine), (theirs, expected)):
             given[:24] = 0
-            plan = plan_of(wire.CastValues(), "int32", 100, 7)
+            plan = plan_of(formats.CastValues(), "int32", 100, 7)
             scale = torch.tensor(0.5, device=DEVICE)
             count, first = torch.tensor(7, dtype=torch.int32, device=DEVICE), torch.tensor(40, device=DEVICE)
             codec.seal_(given, count, first, plan.budget.bounds, scale, plan.terms)
@@ -150,8 +150,13 @@ def test_broken_payloads_are_found_and_not_read() -> None:
     def numbers_of(plan: Any, sent: Any) -> Any:
         return TritonMeanDecoder().mean_into_(mean, sent, plan.layout, plan.budget.bounds, 2)
 
-    kinds = (wire.CastValues("fp16"), "int32"), (wire.TwoBitValues(), "packed"), (wire.SignValues(), "rice")
-    for values, indices in (*kinds, (wire.Int8Values(), "chunks")):
+    kinds = [
+        (formats.CastValues("fp16"), "int32"),
+        (formats.TwoBitValues(), "packed"),
+        (formats.SignValues(), "rice"),
+        (formats.Int8Values(), "chunks"),
+    ]
+    for values, indices in kinds:
         plan = plan_of(values, indices, 3000, 600)
         whole = [plan.encode(Codec(), selection_of(3000, 600, 600, seed), end).payload for seed in range(2)]
         for trial in range(6):
@@ -165,14 +170,14 @@ def test_broken_payloads_are_found_and_not_read() -> None:
             payloads.seal_(noisy)
             sent[trial % 2] = noisy
             assert torch.equal(numbers_of(plan, sent)[:-1], dense_words(plan, sent)), (values, trial)
-    plan = plan_of(wire.CastValues("fp32"), "int32", 3000, 600)
+    plan = plan_of(formats.CastValues("fp32"), "int32", 3000, 600)
     sent = [plan.encode(Codec(), selection_of(3000, 600, 600, 0, 3e38), end).payload] * 2
     assert numbers_of(plan, sent)[-1] == 0, "the sum is not finite"
 
 
 def test_the_order_of_programs_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, kernels = plan_of(wire.CastValues("fp16"), "int32", 9000, 900), TritonSelection(256, 64)
-    plans = [plan, *(plan_of(wire.TwoBitValues(), indices, 9000, 900) for indices in ("packed", "rice"))]
+    plan, kernels = plan_of(formats.CastValues("fp16"), "int32", 9000, 900), TritonSelection(256, 64)
+    plans = [plan, *(plan_of(formats.TwoBitValues(), indices, 9000, 900) for indices in ("packed", "rice"))]
     gradients = [comparison.random(9000, seed, DEVICE) for seed in range(2)]
     for gradient in gradients:
         gradient[5000:5040] = 2.0  # ties, of which some are sent
@@ -201,7 +206,7 @@ def test_nothing_waits_for_the_device() -> None:
     codec, decoder = TritonCodec(), TritonMeanDecoder()
     selection, end = selection_of(5000, 37, 51, 0), torch.tensor(5000, device=DEVICE)
     mean = torch.empty(5000, device=DEVICE)
-    for values, indices in ((wire.CastValues("fp16"), "int32"), (wire.TwoBitValues(), "packed")):
+    for values, indices in ((formats.CastValues("fp16"), "int32"), (formats.TwoBitValues(), "packed")):
         plan = plan_of(values, indices, 5000, 51)
         plan.encode(codec, selection, end)  # makes tables that are kept
         with watching() as watch:

@@ -16,11 +16,11 @@ from kernels.steps import METHODS, NUMEL, Steps, gradients_of
 from kernels.waits import watching
 
 from dgc import compression, kernels
+from dgc.core.envelope import PayloadError
 from dgc.kernels.codec import Codec, Terms
 from dgc.kernels.triton_blocks import TritonBlocks
 from dgc.kernels.triton_codec import TritonCodec
 from dgc.kernels.triton_elements import TritonElementCoder, sums_on
-from dgc.wire.envelope import PayloadError
 
 
 def backends(coder: Any) -> tuple[Any, Any]:

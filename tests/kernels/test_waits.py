@@ -19,13 +19,14 @@ from triton.runtime.interpreter import InterpreterBuilder
 from benchmarks.gpu_steps import COUNTED, DGC_BYTES, FORMATS, bytes_of_dgc, launches_of
 from benchmarks.step_methods import Ours
 from benchmarks.step_overhead import plan_buckets, resnet50
-from dgc import compression, contrib, kernels, wire
-from dgc.bucket import Bucket, lay_out
+from dgc import compression, contrib, kernels
 from dgc.comm.requests import AllGather, AllToAll, next_requests
+from dgc.core.bucket import Bucket, lay_out
 from dgc.engine.state import BucketStates
 from dgc.kernels.triton_tables import SECTOR, Launcher, bytes_moved
 from dgc.memory import ClipByNorm, DGCSGDMemory, ResidualMemory
-from dgc.selection import Predicted, TopKPerChunk
+from dgc.sparse import payloads as formats
+from dgc.sparse.selectors import Predicted, TopKPerChunk
 
 # Numbers that are in host memory already are read at once. On a GPU, `read` does not wait.
 READ = {"comm/requests.py read"} if DEVICE == "cpu" else set()
@@ -72,14 +73,14 @@ def dgc_with(values: Any, indices: Any) -> Any:
 
 
 FORMATS_OF_DGC = [
-    (wire.CastValues("fp32"), wire.PlainIndices("int32")),
-    (wire.CastValues("fp16"), wire.PlainIndices("int32")),
-    (wire.SignValues(), wire.PackedIndices()),
-    (wire.Int8Values(), wire.RiceIndices()),
-    (wire.TwoBitValues(), wire.PlainIndices()),
-    (wire.CastValues("bf16"), wire.ChunkIndices()),
+    (formats.CastValues("fp32"), formats.PlainIndices("int32")),
+    (formats.CastValues("fp16"), formats.PlainIndices("int32")),
+    (formats.SignValues(), formats.PackedIndices()),
+    (formats.Int8Values(), formats.RiceIndices()),
+    (formats.TwoBitValues(), formats.PlainIndices()),
+    (formats.CastValues("bf16"), formats.ChunkIndices()),
 ]
-PER_CHUNK = (TopKPerChunk(32), wire.TwoBitValues())
+PER_CHUNK = (TopKPerChunk(32), formats.TwoBitValues())
 METHODS = [
     *(partial(dgc_with, *form) for form in FORMATS_OF_DGC),
     compression.ScaledSignCompressor,
@@ -109,7 +110,7 @@ def test_a_dense_exchange_never_waits() -> None:
 
 def test_chunks_wait_once_more() -> None:
     chunks = compression.ChunkCompressor(0.1, DGCSGDMemory(0.9), 32)
-    assert set(waits_of(chunks)) == {"compression/chunks.py reduce", *READ}
+    assert set(waits_of(chunks)) == {"sparse/chunks.py reduce", *READ}
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,15 @@ import torch
 from optim.nets import Half
 
 from dgc import compression as methods
-from dgc import contrib, paper, selection, wire
-from dgc.bucket import Bucket
-from dgc.compression.dense import CastCompressor
-from dgc.compression.error_feedback import AllGatherCompressor
+from dgc import contrib, paper
+from dgc.core.bucket import Bucket
+from dgc.core.dense import CastCompressor
+from dgc.core.envelope import sealed_bytes
+from dgc.core.error_feedback import AllGatherCompressor
 from dgc.kernels import Budget
 from dgc.memory import ClipByGlobalNorm, DGCSGDMemory, NoMemory, ResidualMemory
-from dgc.wire.envelope import sealed_bytes
+from dgc.sparse import payloads as formats
+from dgc.sparse import selectors
 
 Make = Callable[[], methods.Compressor]
 Payload = Callable[[Bucket, int, int], int]
@@ -62,8 +64,8 @@ def sparse_bytes(value: int, index: int, bucket: Bucket, *_: int) -> int:
     return -(-(24 + kept(bucket) * (value + index)) // 8) * 8
 
 
-def planned_bytes(form: wire.SparseFormat, bucket: Bucket, *_: int) -> int:
-    return form.nbytes(selection.plan_selection(bucket.segments, 0.05).per_tensor, bucket.numel)
+def planned_bytes(form: formats.SparseFormat, bucket: Bucket, *_: int) -> int:
+    return form.nbytes(selectors.plan_selection(bucket.segments, 0.05).per_tensor, bucket.numel)
 
 
 def own_bytes(bucket: Bucket, *_: int) -> int:
@@ -98,7 +100,7 @@ def form_of(settings: dict[str, Any]) -> dict[str, Any]:
 
 def dgc_bytes(fp16_values: bool = False, int32_indices: bool = False, **form: Any) -> Payload:
     if form:
-        return partial(planned_bytes, wire.SparseFormat(**form))
+        return partial(planned_bytes, formats.SparseFormat(**form))
     return partial(sparse_bytes, 2 if fp16_values else 4, 4 if int32_indices else 8)
 
 
@@ -158,13 +160,13 @@ def powersgd(name: str, settings: dict[str, Any]) -> Row:
 
 
 ESTIMATORS = (
-    selection.Trimmed(),
-    selection.Radix(),
-    selection.Laplace(warm_start=True),
+    selectors.Trimmed(),
+    selectors.Radix(),
+    selectors.Laplace(warm_start=True),
 )
 SMALL_SAMPLE: dict[str, Any] = {"sample_ratio": 0.01, "strided_sample": False, "resample": False}
-PER_CHUNK = selection.TopKPerChunk(64)
-RICE, PACKED, CHUNKS = wire.RiceIndices(), wire.PackedIndices(), wire.ChunkIndices()
+PER_CHUNK = selectors.TopKPerChunk(64)
+RICE, PACKED, CHUNKS = formats.RiceIndices(), formats.PackedIndices(), formats.ChunkIndices()
 SPARSELOCO = dgc(lambda: ResidualMemory(decay=0.95), selector=PER_CHUNK, indices=CHUNKS)
 NARROW: dict[str, Any] = {"fp16_values": True, "int32_indices": True}
 GENERAL = [
@@ -178,17 +180,17 @@ GENERAL = [
     *(residual(type(selector).__name__.lower(), selector=selector) for selector in ESTIMATORS),
     # small elements never travel: it comes closer, not home
     Row("sampled-no-memory", dgc(NoMemory, sample_ratio=0.01), dgc_bytes(), conserves=False, left=0.9),
-    residual("per-bucket-rice", selector=selection.Predicted(per_bucket=True), indices=RICE),
-    residual("bf16-packed", values=wire.CastValues("bf16"), indices=PACKED),
-    residual("int8", values=wire.Int8Values(), indices=wire.PlainIndices("int32")),
-    residual("sign-rice", values=wire.SignValues(), indices=RICE),
-    residual("2-bit-values-rice", values=wire.TwoBitValues(), indices=RICE),
-    residual("per-chunk-2-bit-values", selector=PER_CHUNK, values=wire.TwoBitValues(), indices=CHUNKS),
+    residual("per-bucket-rice", selector=selectors.Predicted(per_bucket=True), indices=RICE),
+    residual("bf16-packed", values=formats.CastValues("bf16"), indices=PACKED),
+    residual("int8", values=formats.Int8Values(), indices=formats.PlainIndices("int32")),
+    residual("sign-rice", values=formats.SignValues(), indices=RICE),
+    residual("2-bit-values-rice", values=formats.TwoBitValues(), indices=RICE),
+    residual("per-chunk-2-bit-values", selector=PER_CHUNK, values=formats.TwoBitValues(), indices=CHUNKS),
     Row("per-chunk-residual-that-decays", SPARSELOCO, dgc_bytes(indices=CHUNKS), conserves=False, left=0.25),
-    with_momentum("dgc-2-bit-values-packed", values=wire.TwoBitValues(4.0), indices=PACKED),
-    with_momentum("dgc-sign-rice", values=wire.SignValues(), indices=RICE),
+    with_momentum("dgc-2-bit-values-packed", values=formats.TwoBitValues(4.0), indices=PACKED),
+    with_momentum("dgc-sign-rice", values=formats.SignValues(), indices=RICE),
     Row("dgc-zero-momentum", dgc(no_momentum), dgc_bytes(), dense_limit=dgc(no_momentum, compress_ratio=1.0)),
-    with_momentum("dgc-laplace", selector=selection.Laplace()),
+    with_momentum("dgc-laplace", selector=selectors.Laplace()),
     with_momentum("dgc"),
     with_momentum("dgc-nesterov", partial(PLAIN_MOMENTUM, nesterov=True), first_step=1.9, int32_indices=True),
     with_momentum("dgc-no-masking-fp16", partial(PLAIN_MOMENTUM, momentum_masking=False), **NARROW),
@@ -285,7 +287,7 @@ def dense_values(name: str, code: int, reduced: int, gathers_up_to: int, **promi
     return Row(f"dense-values-{name}", make, payload, by_size=True, feedback=True, **promises)
 
 
-def with_vectors(ratio: float, vector_ratio: float, selector: selection.Selector | None) -> Make:
+def with_vectors(ratio: float, vector_ratio: float, selector: selectors.Selector | None) -> Make:
     options: Any = {"compress_ratio": ratio, "vector_ratio": vector_ratio, "selector": selector}
     return dgc(ResidualMemory, vectors="sparse", **options)
 
@@ -295,7 +297,7 @@ def vector_bytes(bucket: Bucket, *_: int) -> int:
     return sealed_bytes(12 * sum(-(-s.numel // (20 if len(s.shape) > 1 else 5)) for s in bucket.segments))
 
 
-def vectors(name: str, selector: selection.Selector | None) -> Row:
+def vectors(name: str, selector: selectors.Selector | None) -> Row:
     make, limit = with_vectors(0.05, 0.2, selector), with_vectors(1.0, 1.0, None)
     return Row(f"vectors-sparse-{name}", make, vector_bytes, dense_limit=limit)
 
@@ -306,7 +308,7 @@ def ef21(name: str, make: Make, payload: Payload, by_size: bool = False) -> Row:
 
 
 feedback_qsgd = partial(methods.QSGDCompressor, 8, error_feedback=True)
-above = partial(dgc, ResidualMemory, selector=selection.Fixed(0.01))
+above = partial(dgc, ResidualMemory, selector=selectors.Fixed(0.01))
 chunks_of_dgc = partial(Row, conserves=False, momentum=0.9, left=0.75)
 full_chunks, full_precise_chunks = chunks(ratio=1.0), chunks(ratio=1.0, dtype="fp32")
 accordion = partial(contrib.AccordionCompressor, min_compression_rate=0, num_iters_per_step=2)
@@ -340,7 +342,7 @@ QUANTIZED = [
     half("random-k", contrib.RandomKCompressor, "fp32", 4, 4 * 2.0**-24),
     half("random-block-fp16", contrib.RandomBlockCompressor, "fp16", 2, HALF),
     vectors("exact", None),
-    vectors("sampled", selection.Sampled(0.01)),
+    vectors("sampled", selectors.Sampled(0.01)),
     Row("chunks-residual", chunks(), partial(chunk_bytes, 2), dense_limit=full_chunks, tolerance=HALF),
     Row("chunks-residual-fp32", chunks(dtype="fp32"), partial(chunk_bytes, 4), dense_limit=full_precise_chunks),
     ef21("dense", methods.DenseCompressor, lambda bucket, *_: 4 * bucket.numel),
@@ -358,17 +360,17 @@ QUANTIZED = [
 
 # --- exchanges of sparse payloads other than the all-gather ----------------------------------------------
 
-INT32 = wire.SparseFormat(wire.CastValues(), wire.PlainIndices("int32"))
-SMALL = wire.SparseFormat(wire.CastValues("fp16"), PACKED)
-SMALLEST = wire.SparseFormat(wire.Int8Values(), RICE)
+INT32 = formats.SparseFormat(formats.CastValues(), formats.PlainIndices("int32"))
+SMALL = formats.SparseFormat(formats.CastValues("fp16"), PACKED)
+SMALLEST = formats.SparseFormat(formats.Int8Values(), RICE)
 
 
-def nbytes(form: wire.SparseFormat, capacity: int, tensors: int, numel: int) -> int:
+def nbytes(form: formats.SparseFormat, capacity: int, tensors: int, numel: int) -> int:
     bounds = torch.zeros(tensors + 1, dtype=torch.int64)
     return form.nbytes(Budget(bounds, bounds[1:], capacity), numel)
 
 
-def reduce_scatter_bytes(form: wire.SparseFormat, bucket: Bucket, size: int, *_: int) -> int:
+def reduce_scatter_bytes(form: formats.SparseFormat, bucket: Bucket, size: int, *_: int) -> int:
     """N payloads of k/N elements and a deviation, and one of what six words leave, from 1.5 to 2 k/N."""
     k = kept(bucket)
     turns, rest = divmod(bucket.numel, 13 * size)

@@ -19,12 +19,12 @@ from gossip.test_adpsgd import Simulation
 from kernels.backends import CODECS
 from laws.table import DEFINITIONS, TABLE, Row
 from optim.nets import data, dgc, dgc_sgd, net, wrap
-from selection.shapes import SHAPES as DATA
-from selection.test_selectors import SELECTORS, chosen_by, plan_of
+from sparse.payloads import FORMATS, budget_of, decode, encode, scattered, selection_of
+from sparse.shapes import SHAPES as DATA
+from sparse.test_selectors import SELECTORS, chosen_by, plan_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from wire.payloads import FORMATS, budget_of, decode, encode, scattered, selection_of
 
 import dgc.kernels as kernels
 from dgc import gossip

@@ -14,8 +14,8 @@ from dgc.comm.collectives import MachineRank
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import Compressor
 from dgc.engine.hierarchy import HierarchicalCompressor
+from dgc.sparse.payloads import PayloadError
 from dgc.testing import Fleet, gradients
-from dgc.wire import PayloadError
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 SHAPES = ((24, 25), (3, 3), (1,), (400,))

@@ -16,13 +16,13 @@ from laws import table
 from laws.table import Row
 from torch import Tensor
 
-from dgc.bucket import Bucket, Segment, divide, make_bucket
 from dgc.comm.collectives import MachineRank
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.requests import AllReduce, Read
 from dgc.compression import DenseCompressor, DenseResult, FP16Compressor, Reduced, StatelessCompressor
-from dgc.compression.powersgd import PowerSGDCompressor
+from dgc.core.bucket import Bucket, Segment, divide, make_bucket
 from dgc.engine.hierarchy import HierarchicalCompressor
+from dgc.lowrank.powersgd import PowerSGDCompressor
 from dgc.testing import LIKE, Fleet, flat, gradients
 
 POINT_TO_POINT = [row for row in table.TABLE if row.make().point_to_point]

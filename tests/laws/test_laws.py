@@ -17,8 +17,8 @@ from dgc import testing
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import Compressor, DenseCompressor, TwoPhaseCompressor
 from dgc.contrib import DoubleSqueezeCompressor, RandomKCompressor
+from dgc.core.state import State
 from dgc.optim import DGCSGD, DistributedOptimizer
-from dgc.state import State
 
 
 def each(rows: Iterable[Row]) -> Any:

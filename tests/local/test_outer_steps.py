@@ -24,7 +24,7 @@ from dgc.gossip import ADPSGD, OSGP, SGP, HierarchicalGossip, star
 from dgc.local import Nesterov, OuterSteps, Ramp, SlowMo
 from dgc.memory import DGCSGDMemory, ResidualMemory
 from dgc.optim import LocalOptimizer, MuonWithAdamW
-from dgc.wire import RiceIndices, TwoBitValues
+from dgc.sparse.payloads import RiceIndices, TwoBitValues
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 

@@ -6,19 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from compression.ranks import normal
+from core.ranks import normal
 from gossip.networks import Trained, mean, off, on
 from torch import Tensor, nn
 
-from dgc.bucket import make_bucket
 from dgc.comm.requests import AllGather, next_requests
 from dgc.compression import SparseCompressor
+from dgc.core.bucket import make_bucket
 from dgc.gossip import HierarchicalGossip
 from dgc.local import OuterSteps
 from dgc.memory import ResidualMemory
 from dgc.optim import LocalOptimizer
-from dgc.selection import TopKPerChunk
-from dgc.wire import CastValues, ChunkIndices, PlainIndices, RiceIndices, TwoBitValues
+from dgc.sparse.payloads import CastValues, ChunkIndices, PlainIndices, RiceIndices, TwoBitValues
+from dgc.sparse.selectors import TopKPerChunk
 from dgc_training.config import ConfigError, instantiate, load
 
 CNN = "configs/digits/cnn.py"

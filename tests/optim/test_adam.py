@@ -17,10 +17,10 @@ from refusals import check_refusals, refuse
 from dgc import compression as methods
 from dgc.comm.lockstep import LockstepWorld
 from dgc.contrib import ZeroOneSteps
+from dgc.core.envelope import sealed_bytes
 from dgc.memory import DGCSGDMemory, ResidualMemory
 from dgc.optim import DGCAdam, DistributedOptimizer, OneBitAdam
 from dgc.testing import Fleet
-from dgc.wire.envelope import sealed_bytes
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 

@@ -10,9 +10,9 @@ from optim import horovods, nets
 from refusals import check_refusals
 from torch import nn
 
-from dgc.bucket import make_bucket
 from dgc.comm import all_gather_object
 from dgc.compression import BF16Compressor, DenseCompressor, DGCCompressor, PowerSGDCompressor
+from dgc.core.bucket import make_bucket
 from dgc.gossip.model import FlatModel
 from dgc.memory import ResidualMemory
 from dgc.optim import DistributedOptimizer, OneBitAdam

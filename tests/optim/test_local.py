@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import NonFiniteGradientError
 from dgc.contrib import ZeroOneAdam, ZeroOneSteps
+from dgc.core.state import with_tensors
 from dgc.gossip import SGP
 from dgc.local import Nesterov, OuterSteps, SlowMo
 from dgc.optim import LocalOptimizer
-from dgc.state import with_tensors
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 

@@ -19,19 +19,20 @@ from refusals import check_refusals, refuse
 from torch import nn
 
 from dgc import compression as methods
-from dgc.bucket import make_bucket
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.requests import AllReduce
 from dgc.compression import DenseCompressor, DenseResult, DGCCompressor, Route, Rule
-from dgc.compression.protocol import StatelessCompressor
+from dgc.core.bucket import make_bucket
+from dgc.core.momentum import MomentumCorrection
+from dgc.core.protocol import StatelessCompressor
 from dgc.engine.agreement import describe
 from dgc.engine.options import as_route
 from dgc.gossip import DPSGD, from_weights
 from dgc.local import OuterSteps
-from dgc.memory import ClipByNorm, DGCSGDMemory, MomentumCorrection, ResidualMemory
+from dgc.memory import ClipByNorm, DGCSGDMemory, ResidualMemory
 from dgc.optim import DGCSGD, DistributedOptimizer, LocalOptimizer
-from dgc.selection import Sampled
-from dgc.wire import CastValues, PackedIndices
+from dgc.sparse.payloads import CastValues, PackedIndices
+from dgc.sparse.selectors import Sampled
 
 
 def sgd(model: Any) -> Any:
@@ -235,9 +236,9 @@ COMPRESSIONS: list[tuple[str, Any, Any, Any]] = [
     ("rules[0].min_numel", 1, 2, lambda n: Route([Rule(DenseCompressor(), min_numel=n)])),
 ]
 KINDS: list[tuple[Any, Any, str]] = [
-    (DenseCompressor(), at_2bit(1.0), "compression is dgc.compression.dense.DenseCompressor"),
+    (DenseCompressor(), at_2bit(1.0), "compression is dgc.core.dense.DenseCompressor"),
     (methods.PowerSGDCompressor(1), methods.PowerSGDCompressor(2), "compression.rank is 1 on rank 0 and 2"),
-    (dgc(), dgc(indices=PackedIndices()), "compression.format.indices is dgc.wire.indices.PlainIndices on rank 0"),
+    (dgc(), dgc(indices=PackedIndices()), "compression.format.indices is dgc.sparse.payloads.indices.PlainInd"),
     (OfAUser(1), OfAUser(1, (2.0,)), "compression.table is tensor of shape (1,), torch.float32"),
 ]
 

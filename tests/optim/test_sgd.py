@@ -8,7 +8,7 @@ import torch
 from cases import case
 from refusals import check_refusals
 
-from dgc.bucket import make_bucket
+from dgc.core.bucket import make_bucket
 from dgc.engine.buckets import SparseUpdate
 from dgc.optim import DGCSGD
 

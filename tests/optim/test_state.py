@@ -19,8 +19,8 @@ from dgc.comm.collectives import all_gather_object
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import DGCCompressor, OneBitAdamCompressor, PowerSGDCompressor
 from dgc.contrib import AccordionCompressor
+from dgc.core.state import with_tensors
 from dgc.optim import OneBitAdam, broadcast_optimizer_state, broadcast_parameters, redistribute
-from dgc.state import with_tensors
 
 
 def test_begin_epoch_returns_the_ratio_in_force_and_the_norm_of_the_residual() -> None:

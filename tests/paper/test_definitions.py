@@ -9,10 +9,10 @@ import torch
 
 import dgc.kernels as kernels
 from dgc import paper
-from dgc.bucket import make_bucket
 from dgc.compression import DGCCompressor, ThresholdCompressor, TwoPhaseCompressor
+from dgc.core.bucket import make_bucket
 from dgc.memory import ClipByNorm, DGCSGDMemory, ResidualMemory
-from dgc.selection import Exact, Laplace, Predicted, Radix
+from dgc.sparse.selectors import Exact, Laplace, Predicted, Radix
 from dgc.testing import Fleet
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")

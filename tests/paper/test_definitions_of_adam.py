@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from dgc.bucket import make_bucket
+from dgc.codes.chunked_signs import divide_into_chunks
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import OneBitAdamCompressor
-from dgc.compression.chunked_signs import divide_into_chunks
 from dgc.contrib import ZeroOneAdam, ZeroOneSteps
 from dgc.contrib.zero_one_adam import ZeroOneSchedule
+from dgc.core.bucket import make_bucket
 from dgc.optim import DistributedOptimizer, LocalOptimizer, OneBitAdam
 from dgc.paper.onebit_adam import onebit_adam
 from dgc.paper.zero_one_adam import synchronization_steps, variance_steps, zero_one_adam

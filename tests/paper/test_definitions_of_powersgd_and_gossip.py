@@ -9,7 +9,7 @@ from zlib import crc32
 
 import pytest
 import torch
-from compression.ranks import Ranks, normal
+from core.ranks import Ranks, normal
 from torch import Tensor, nn
 
 from dgc import gossip

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from compression.ranks import Ranks, normal
+from core.ranks import Ranks, normal
 from optim.nets import run, train, values, wrap
 
 from dgc import paper

@@ -18,7 +18,7 @@ from dgc.compression import Route, Rule
 from dgc.ddp import compress
 from dgc.memory import DGCSGDMemory, ResidualMemory
 from dgc.optim import DGCSGD, DistributedOptimizer, MuonWithAdamW, muon_groups
-from dgc.wire import SignValues
+from dgc.sparse.payloads import SignValues
 
 FEATURES, CLASSES, BUCKET_MB = 24, 6, 0.006
 OPTIONS: dict[str, dict[str, Any]] = {

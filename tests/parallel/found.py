@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dgc.bucket import as_real
+from dgc.core.bucket import as_real
 
 Finding = dict[str, Any]
 

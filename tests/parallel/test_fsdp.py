@@ -29,9 +29,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dgc import compression as methods
-from dgc.bucket import make_bucket
 from dgc.comm.collectives import all_gather_object
 from dgc.comm.torch_distributed import connect
+from dgc.core.bucket import make_bucket
 from dgc.engine.state import BucketStates
 from dgc.fsdp import compress
 from dgc.integrations.torchtitan import compressed

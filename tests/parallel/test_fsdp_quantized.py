@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from dgc.bucket import local_part
+from dgc.core.bucket import local_part
+from dgc.core.envelope import PayloadError
 from dgc.fsdp import quantize, quantized
-from dgc.wire.envelope import PayloadError
 
 on_ranks = each_rank_of(over(torchrun, 3), *(over(torchrun, ranks, pytest.mark.proof) for ranks in (2, 4)))
 

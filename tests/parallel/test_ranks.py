@@ -22,7 +22,7 @@ from dgc.comm.lockstep import LockstepWorld
 from dgc.kernels.library import supported_isas
 from dgc.memory import ClipByGlobalNorm, DGCSGDMemory, ResidualMemory
 from dgc.optim import DGCSGD, DistributedOptimizer, broadcast_parameters
-from dgc.wire import CastValues, Int8Values, RiceIndices
+from dgc.sparse.payloads import CastValues, Int8Values, RiceIndices
 
 PROOF = pytest.mark.proof
 TWO = pytest.param((mpirun, 2), id="mpirun-2")  # torchrun where Horovod is not installed

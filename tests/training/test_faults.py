@@ -88,7 +88,7 @@ def test_the_rank_with_other_weights_is_reported() -> None:
 
 
 def test_the_rank_with_other_code_is_reported(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    some = {"train.py", "dgc_training/startup/agreement.py", "dgc_models/__init__.py", "dgc/bucket.py"}
+    some = {"train.py", "dgc_training/startup/agreement.py", "dgc_models/__init__.py", "dgc/core/bucket.py"}
     assert some <= code_hashes().keys()
     file = tmp_path / "dgc_models" / "a.py"
     file.parent.mkdir()

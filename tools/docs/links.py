@@ -1,6 +1,6 @@
 """Hooks of MkDocs: links of docs/ to pages and to the rest of the repository, and the order of the search.
 
-The pages link to files by their paths in the repository, such as ../dgc/memory.py. The site has a page for each of
+The pages link to files by their paths in the repository, such as ../dgc/ddp.py. The site has a page for each of
 these files and folders, below repository/, and therefore needs no address of the repository. A link whose text is
 the file name of a page gets the page's title. A picture links to its file, in which it has its full size.
 

@@ -19,7 +19,6 @@ from torch import Tensor
 from typing_extensions import assert_never
 
 from dgc.advisor.cost.model import Compute, Message, Traffic
-from dgc.bucket import Bucket
 from dgc.comm.meter import bytes_of
 from dgc.comm.requests import (
     AllGather,
@@ -35,7 +34,8 @@ from dgc.comm.requests import (
     next_requests,
 )
 from dgc.comm.transport import Transport
-from dgc.compression.protocol import Compressor
+from dgc.core.bucket import Bucket
+from dgc.core.protocol import Compressor
 from dgc.engine.state import BucketStates
 
 REDUCED = {"AllReduce", "ReduceScatter", "Broadcast"}  # their replies do not grow with the number of ranks

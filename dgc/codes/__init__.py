@@ -1,0 +1,1 @@
+"""Methods that send a few bits of every element."""

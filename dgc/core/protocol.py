@@ -1,0 +1,289 @@
+"""The interface between the optimizer and a compressor, the results of `Compressor.reduce`, and whether they are
+finite: whose gradient is not, in which tensor. It is found once per step, and told on every rank."""
+
+import warnings
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from math import inf
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+from jaxtyping import Float32, Int64
+from torch import Tensor
+
+from dgc.comm.requests import AllGather, Conversation, read
+from dgc.core.arguments import NUMBER, require
+from dgc.core.bucket import Bucket, Segment
+from dgc.core.envelope import open_numbers, seal_numbers
+from dgc.core.momentum import MomentumCorrection as MomentumCorrection
+from dgc.core.state import State, Tables
+from dgc.kernels.selection import first_tensor_nonfinite
+
+Vector = Float32[Tensor, "n"]
+Position = Int64[Tensor, ""]  # of the first non-finite element of a gradient, or n
+
+
+@dataclass(frozen=True, eq=False)
+class DenseResult:
+    """The mean gradient, stored in `bucket.flat`.
+
+    Attributes:
+        nonfinite: A message that names the parameter and the rank if a rank's gradient has NaN or inf. No part of
+            such a result may be applied. It is the same on every rank.
+        own: A number that is not finite if this rank's gradient is not (`probe`), where the ranks have not told
+            each other about their gradients.
+        is_finite: Whether the mean is known to be finite. Otherwise `check_means` finds out, once per step.
+        is_delivered: Whether the mean is in `bucket.destinations` instead. It must then be finite.
+    """
+
+    nonfinite: str | None = None
+    own: Tensor | None = None
+    is_finite: bool = False
+    is_delivered: bool = False
+
+    def write_to(self, bucket: Bucket) -> None:
+        """Store the mean in `bucket.flat`."""
+
+
+@dataclass(frozen=True, eq=False)
+class SparseResult:
+    """A mean gradient that is zero except for `values` [k] fp32 at the unique ascending `indices` [k] int64.
+
+    nonfinite: as in DenseResult, and also if the mean is not finite.
+    """
+
+    indices: Tensor
+    values: Tensor
+    nonfinite: str | None = None
+
+    def write_to(self, bucket: Bucket) -> None:
+        """Store the mean in `bucket.flat`."""
+        bucket.release()
+        bucket.flat.zero_()
+        bucket.flat[self.indices] = self.values.to(bucket.dtype)
+
+
+class NonFiniteGradientError(RuntimeError):
+    """NaN or inf in a gradient. It is raised on every rank, and the value is not kept in any residual."""
+
+
+Result: TypeAlias = DenseResult | SparseResult
+
+
+@dataclass(frozen=True, eq=False)
+class Reduced:
+    """The end of `Compressor.reduce`.
+
+    Attributes:
+        result: The mean.
+        state: The state after the step.
+        dropped: That if every rank drops the step: what this rank has sent is unsent again. None: as before it.
+    """
+
+    result: Result
+    state: State
+    dropped: State | None = None
+
+
+class Use(Enum):
+    """What an optimizer does with the mean that a compressor returns."""
+
+    ADAM = "the mean gradient divided by the root of a second moment, as in Adam"
+    MUON = "the mean gradient made orthogonal, as in Muon"
+    OUTER_MUON = "the mean of what local steps of Muon have changed"
+
+
+class Compressor(ABC):
+    """Averages buckets over all ranks. The result is identical, bit for bit, on every rank.
+
+    It has settings. What it keeps of a bucket is in a `State`, which the engine keeps, saves and loads.
+
+    Attributes:
+        point_to_point: Whether it sends messages from rank to rank (`Exchange`). Not every transport can.
+        keeps_server_errors: Whether a rank also keeps what it has not sent of the mean, for all ranks.
+        has_momentum: Whether it returns a momentum of its gradients, of which no optimizer is told.
+        correction: Momentum that this compressor applies to its gradients in place of the optimizer.
+        unsuited: The uses for which it was measured to lose quality, with the reason and the page of the numbers.
+    """
+
+    point_to_point: bool = False
+    keeps_server_errors: bool = False
+    has_momentum: bool = False
+    unsuited: Mapping[Use, str] = {}
+
+    @property
+    def class_name(self) -> str:
+        """Name of the method in saved states."""
+        return type(self).__name__
+
+    @property
+    def correction(self) -> MomentumCorrection | None:
+        return None
+
+    @property
+    def compress_ratio(self) -> float:
+        """Current nominal fraction of elements sent: numbers sent / elements, or bits of a code / 32.
+
+        It is below 1 if less than 2 bytes per element are sent. Casts to fp16 and bf16 send every element: 1.
+        """
+        return 1.0
+
+    @property
+    def fallback(self) -> "Compressor":
+        """The compressor for tensors that this one does not accept."""
+        return self
+
+    def accepts(self, segment: Segment) -> bool:
+        """Whether this compressor handles the tensor."""
+        return True
+
+    def too_small(self, bucket: Bucket) -> list[Segment]:
+        """Return the tensors that are sent whole, because what the method sends of them would be as large."""
+        return []
+
+    def init(self, bucket: Bucket, size: int, rank: int) -> State:
+        """Return the state of a bucket before the first step, on rank `rank` of `size`."""
+        return State(size, rank)
+
+    @abstractmethod
+    def reduce(self, bucket: Bucket, state: Any) -> Conversation[Reduced]:
+        """Average a bucket in one step. The number of communication rounds is the same on every rank."""
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Called before the first step of each epoch, counted from 0, with the same number on every rank."""
+        return None
+
+    def at_epoch(self, bucket: Bucket, state: Any, epoch: int) -> State:
+        """Return the state with which an epoch begins. Called after `begin_epoch`."""
+        return state
+
+    def ratio_of(self, states: Sequence[tuple[Bucket, Any]]) -> float:
+        """`compress_ratio` for these buckets, if it depends on them."""
+        return self.compress_ratio
+
+
+class NoState(State):
+    """The state of a method that keeps nothing."""
+
+    def saved(self, bucket: Bucket) -> Tables:
+        return {}
+
+    def loaded(self, bucket: Bucket, tables: Tables) -> "NoState":
+        return self
+
+
+class StatelessCompressor(Compressor):
+    """Base class of compressors that keep no state, accept every tensor and send every element."""
+
+    def init(self, bucket: Bucket, size: int, rank: int) -> NoState:
+        return NoState(size, rank)
+
+
+CLEARLY_A_FACTOR = 100  # no share and no percentage
+
+
+def fraction_of(**ratio: float) -> float:
+    """Return a ratio as a fraction: above 1 it is the factor saved. Raises ValueError if it is not positive."""
+    require("a number", NUMBER, **ratio)
+    ((name, value),) = ratio.items()
+    if not 0 < value < inf:
+        raise ValueError(f"{name} must be positive and finite, not {value}")
+    if 1 < value < CLEARLY_A_FACTOR:
+        warnings.warn(
+            f"{name}={value:g} is read as the factor saved: a share of {1 / value:.4g} is sent. Give that share, "
+            f"{name}={1 / value:.4g}, if you mean it, and {name}={value / 100:g} for {value:g} percent",
+            stacklevel=4,
+        )
+    return min(value, 1 / value)
+
+
+def check_choice(choices: Iterable[str | None], **option: str | None) -> None:
+    """Raise ValueError if the value of an option is none of `choices`."""
+    ((name, value),) = option.items()
+    if value not in (known := tuple(choices)):
+        raise ValueError(f"{name} must be one of {', '.join(map(str, known))}, not {value!r}")
+
+
+# --- optimizers whose momentum is exchanged --------------------------------------------------------
+
+
+@runtime_checkable
+class MomentumOwner(Protocol):
+    """An optimizer that keeps momentum and lets a compressor exchange it in place of the gradients."""
+
+    @property
+    def exchanges_momentum(self) -> bool:
+        """Whether the next step takes momentum. Otherwise it takes gradients. The same on every rank."""
+
+    def momentum_of(self, parameters: Sequence[Tensor]) -> list[tuple[float, Tensor]]:
+        """The coefficient m and the momentum u of each parameter, for u = m u + (1 - m) g."""
+
+    def receive_momentum_of(self, parameters: Iterable[Tensor]) -> None:
+        """Expect the mean of u in .grad of these parameters, in every step with `exchanges_momentum`."""
+
+
+@runtime_checkable
+class Preconditioner(MomentumOwner, Protocol):
+    """An optimizer that divides by something that no longer changes once it takes momentum."""
+
+    def preconditioner_of(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """The factor of each element of the parameters, the same on every rank."""
+
+
+@runtime_checkable
+class ExchangesMomentum(Protocol):
+    """A compressor that needs a MomentumOwner."""
+
+    def exchange_momentum_of(self, owner: MomentumOwner, parameters: Mapping[str, Tensor]) -> None:
+        """Called once, before `plan`. parameters: those of this compressor, by name."""
+
+
+# --- what is not finite ----------------------------------------------------------------------------
+
+
+def check_means(results: Sequence[tuple[Bucket, Result]]) -> Conversation[str | None]:
+    """Why the results of a step must not be used, or None. The host waits once for the device.
+
+    A mean is the same on every rank. Either all ranks or none therefore take part in the additional round that
+    finds the rank whose gradient was not finite.
+    """
+    for _, result in results:
+        if result.nonfinite is not None:
+            return result.nonfinite
+    dense = [(b, r) for b, r in results if isinstance(r, DenseResult) and not r.is_finite]
+    finite = yield from read([bucket.probe().isfinite() for bucket, _ in dense])
+    for (bucket, result), is_finite in zip(dense, finite, strict=True):
+        number = 0 if is_finite else first_tensor_nonfinite(bucket.flat, [s.offset for s in bucket.segments])
+        if number and result.own is None:
+            return nonfinite_message(bucket, number, [])
+        if number and result.own is not None:
+            (payloads,) = yield (AllGather(seal_numbers([not result.own.isfinite()], bucket.device)),)
+            flags = yield from open_numbers(f"bucket {bucket.name}", payloads, 1)
+            return nonfinite_message(bucket, number, [rank for rank, (flag,) in enumerate(flags) if flag])
+    return None
+
+
+def nonfinite_message(bucket: Bucket, number: int, ranks: list[int]) -> str:
+    """The message for tensor `number` of the bucket, from 1. ranks: those with NaN or inf in the gradient."""
+    name = bucket.segments[number - 1].name
+    if not ranks:
+        return f"the mean gradient of {name} overflows the dtype that carries it (no rank has NaN or inf)"
+    return f"the gradient of {name} on rank {ranks[0]} has NaN or inf, or is 2**64 or more"
+
+
+def first_nonfinite_message(bucket: Bucket, nonfinite: Iterable[int]) -> str | None:
+    """The message for the first rank with a non-finite tensor: its number by rank, from 1, or 0. None without."""
+    for rank, number in enumerate(nonfinite):
+        if number:
+            return nonfinite_message(bucket, number, [rank])
+    return None
+
+
+def sparse_overflow_message(bucket: Bucket, indices: Tensor, values: Tensor) -> str | None:
+    """The message for a mean that is zero except for `values` [k] at `indices` [k], if it is not finite."""
+    bad = indices[values.isfinite().logical_not()].tolist()
+    if not bad:
+        return None
+    return nonfinite_message(bucket, bisect_right([s.offset for s in bucket.segments], bad[0]), [])

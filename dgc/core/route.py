@@ -1,0 +1,82 @@
+"""Assigns a compressor to each parameter."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import inf
+
+from dgc.core.arguments import checked
+from dgc.core.bucket import Segment
+from dgc.core.dense import average_alike
+from dgc.core.protocol import Compressor
+
+
+@checked
+@dataclass(frozen=True)
+class Rule:
+    """Matches parameters, with inclusive ranges.
+
+    Args:
+        compressor (Compressor): that of the matching parameters.
+        name (str): shell pattern for the parameter's name.
+        min_dim, max_dim (int): number of dimensions.
+        min_numel, max_numel (int): number of elements.
+    """
+
+    compressor: Compressor
+    name: str = "*"
+    min_dim: int = 0
+    max_dim: float = inf
+    min_numel: int = 0
+    max_numel: float = inf
+
+    def matches(self, segment: Segment) -> bool:
+        return (
+            fnmatchcase(segment.name, self.name)
+            and self.min_dim <= len(segment.shape) <= self.max_dim
+            and self.min_numel <= segment.numel <= self.max_numel
+        )
+
+
+@checked
+class Route:
+    """Chooses compressors by rules in order. Tensors that a compressor does not accept go to its own fallback.
+
+    Of compressors without state and with equal settings, the first one chosen stands for all: their tensors share
+    buckets, and so messages.
+
+    Args:
+        rules (sequence of Rule): rules; the first that matches applies.
+
+    Raises:
+        ValueError: if there are no rules, or by `compressor_for` if no rule matches a parameter.
+
+    Example:
+        >>> route = Route([Rule(PowerSGDCompressor(rank=4), min_dim=2), Rule(FP16Compressor())])
+    """
+
+    def __init__(self, rules: Sequence[Rule]):
+        if not rules:
+            raise ValueError("a Route needs at least one Rule")
+        for rule in rules:
+            if not isinstance(rule, Rule):
+                raise ValueError(f"rules must have a Rule(compressor) for each compressor, not {rule!r}")
+        self.rules = tuple(rules)
+        self._chosen: list[Compressor] = []
+
+    @property
+    def point_to_point(self) -> bool:
+        """Whether a compressor sends messages from rank to rank."""
+        return any(rule.compressor.point_to_point for rule in self.rules)
+
+    def compressor_for(self, segment: Segment) -> Compressor:
+        for rule in self.rules:
+            if rule.matches(segment):
+                compressor = rule.compressor
+                compressor = compressor if compressor.accepts(segment) else compressor.fallback
+                for chosen in self._chosen:
+                    if average_alike(chosen, compressor):
+                        return chosen
+                self._chosen.append(compressor)
+                return compressor
+        raise ValueError(f"no rule matches {segment.name} of shape {segment.shape}; end with a rule for all")

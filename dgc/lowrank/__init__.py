@@ -1,0 +1,1 @@
+"""Methods that send factors of low rank: PowerSGD."""

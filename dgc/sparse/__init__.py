@@ -1,0 +1,1 @@
+"""Methods that send a few elements: DGC and top-k, their memories, selectors and payloads."""

@@ -1,0 +1,377 @@
+"""Sparse compression: each rank sends a few elements of its accumulated gradient, and keeps the rest.
+
+On each of N ranks, with local gradient g and residual v of the memory:
+
+    v = memory(v, g)                       error feedback: v + g; DGC: v + (m u + g)
+    S = selector(v)                        the positions of the elements to send
+    send v_S;  memory: v_S = 0             payloads of planned size per bucket
+    result = 1/N * sum over ranks          by an exchange, so that replicas stay equal bit for bit
+
+With its parts this is DGC (`dgc`), top-k with error feedback (Stich et al. 2018, arXiv 1809.07599) and threshold-v
+(Dutta et al. 2020, arXiv 1911.08250). NaN and inf in g count as zero. Each payload carries a flag for them.
+
+Payload of a bucket in bytes: SparseFormat.nbytes(sum over tensors of ceil(D n)) for the ratio D, or what
+`dgc.sparse.sums` says of other exchanges than the all-gather. If its exchange costs more than a dense
+all-reduce, or D = 1: all of v, 4 bytes per element (2 for 16-bit values), and a header of 24.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar, cast
+from zlib import crc32
+
+from torch import Tensor
+
+import dgc.kernels as kernels
+import dgc.sparse.payloads as wire
+import dgc.sparse.selectors as selectors
+from dgc.codes.uniform import make_fallback
+from dgc.comm.meter import all_gather_wire_bytes, all_reduce_wire_bytes
+from dgc.comm.requests import Conversation
+from dgc.core.arguments import NUMBER, WHOLE, require
+from dgc.core.bucket import Bucket, Segment, named_pairs
+from dgc.core.dense import DenseCompressor
+from dgc.core.envelope import sealed_bytes
+from dgc.core.momentum import MomentumCorrection
+from dgc.core.protocol import (
+    Compressor,
+    DenseResult,
+    Position,
+    Reduced,
+    Use,
+    check_choice,
+    first_nonfinite_message,
+    fraction_of,
+)
+from dgc.kernels import PassInputs, SparseVector
+from dgc.sparse.cuda_graphs import addresses_of, graph_of
+from dgc.sparse.memories import DGCSGDMemory, Memory, NoMemory, ResidualMemory, SparseState
+from dgc.sparse.payloads import (
+    CastValues,
+    IndexFormat,
+    PackedIndices,
+    PlainIndices,
+    RiceIndices,
+    SparseFormat,
+    ValueFormat,
+)
+from dgc.sparse.payloads.payload import Encoded, PayloadPlan
+from dgc.sparse.selectors import Selector, plan_selection
+from dgc.sparse.sums import EXCHANGES, AllGatherExchange
+
+SELDOM = {
+    Use.ADAM: "sends an element seldom, by which Adam's second moments grow, see "
+    "docs/methods.md#which-optimizer-goes-with-which-method"
+}
+
+
+class SparseCompressor(Compressor):
+    """Sends the elements that a selector chooses from the residual of a memory.
+
+    Args:
+        compress_ratio (float): fraction of each tensor's elements to send; above 1 the factor saved (1000 means
+            0.001).
+        memory (Memory or str): treatment of unsent elements: "residual" adds them to the next gradient, "dgc" also
+            corrects momentum as DGC does, with that of the optimizer, and "none" discards them. Or an object of
+            dgc.memory, such as DGCSGDMemory(momentum_masking=False).
+        selector (Selector or str): which elements: "predicted", the exact top-k of every tensor, another one of
+            SELECTORS, or an object of dgc.sparse.selectors.
+        values (ValueFormat or str): "fp32", "fp16", "bf16", "int8", "sign", "2bit", or an object of
+            dgc.sparse.payloads.
+        indices (IndexFormat or str): "int64", "int32", "packed", "rice", or an object of dgc.sparse.payloads.
+        exchange (str): how the ranks sum what they send. "all_gather": every rank receives all of it.
+            "reduce_scatter": each rank sums a part of the bucket and selects again, in up to twice as many
+            elements as one rank selects; the bytes per rank do not grow with the number of ranks. "auto": the one
+            that sends fewer bytes.
+        warmup_epochs (int), warmup_coeff (float or sequence): larger ratio in the first epochs; see `RatioWarmup`.
+            Call begin_epoch of the optimizer or exchange before each epoch, or pass steps_per_epoch to it.
+        seed (int): seed of the selector's random numbers.
+        dense_values (str, optional): values of tensors that are not compressed: "fp32", or with error feedback
+            "fp16", "bf16" or "int8". None: fp32, fp16 without error feedback or bf16, as `values`; else int8.
+        vectors (str): "sparse" compresses tensors of less than two dimensions as well. "dense" leaves them out.
+        vector_ratio (float, optional): ratio of these tensors, at least compress_ratio. None: compress_ratio.
+
+    Raises:
+        ValueError: if an argument has a wrong type or is out of range; the message names it.
+
+    Example:
+        >>> compression = SparseCompressor(0.01, "residual", "sampled", values="int8", indices="rice")
+        >>> optimizer = DistributedOptimizer(optimizer, model.named_parameters(), compression)
+    """
+
+    compress_ratio: float = 1.0
+    fallback: Compressor = DenseCompressor()
+    _awaits_epoch: bool = False
+
+    @property
+    def unsuited(self) -> Mapping[Use, str]:  # type: ignore[override]
+        return SELDOM if self.compress_ratio < 1 else {}
+
+    # --- one step ---------------------------------------------------------------------------------
+
+    def reduce(self, bucket: Bucket, state: SparseState) -> Conversation[Reduced]:
+        replaced = None if self.memory.gradient_clipping is None else (yield from self.memory.clip(bucket))
+        if state.graph is not None and not state.dense:
+            state.graph.settle(bucket)
+        inputs, state = self._begin(bucket, state)
+        if state.dense:
+            return (yield from self._reduce_dense(bucket, state, inputs, replaced))
+        assert state.plan is not None
+        # new for each bucket and step, and the same in a resumed run: dense steps count too
+        seed = crc32(f"{self.seed} {bucket.segments[0].name} {state.steps - 1}".encode())
+        if state.graph is not None and self._repeats(state, inputs):
+            encoded = self._encode_as_graph(state, inputs, seed, replaced)
+        else:
+            encoded = self._encode(state, inputs, seed, replaced)
+        result, sent, returned = yield from state.exchange.mean(bucket, encoded)
+        return Reduced(result, state.after(sent, returned), dropped=state)
+
+    def _encode(self, state: SparseState, inputs: PassInputs, seed: int, replaced: Position | None) -> Any:
+        """Add the gradient to the residual, select, and encode. replaced: as in `_reduce_dense`."""
+        assert state.plan is not None
+        selection = self.selector.select(inputs, state.plan, seed)
+        first = selection.first_nonfinite if replaced is None else replaced.minimum(selection.first_nonfinite)
+        return state.exchange.encode(selection.elements, first)
+
+    def _repeats(self, state: SparseState, inputs: PassInputs) -> bool:
+        """Whether a step is like the one before it: not the first one of a ratio, or after a dropped one."""
+        assert state.plan is not None
+        same_size = inputs.sent is not None and inputs.sent.values.numel() == state.plan.capacity
+        return same_size and isinstance(state.exchange, AllGatherExchange)
+
+    def _encode_as_graph(
+        self, state: SparseState, inputs: PassInputs, seed: int, replaced: Position | None
+    ) -> Encoded:
+        """`_encode` by a CUDA graph. What was sent, and the history, stay at their addresses."""
+        assert state.plan is not None and inputs.sent is not None
+        history, sent = state.plan.history, inputs.sent
+        keys, rest = list(history), [] if replaced is None else [replaced]
+
+        def work(*given: Tensor) -> tuple[Encoded, list[Tensor]]:
+            history.update(zip(keys, given[3:], strict=False))
+            own = replace(inputs, sent=SparseVector(*given[:3]))
+            encoded = self._encode(state, own, seed, given[-1] if rest else None)
+            new = encoded.sent
+            return encoded, [new.indices, new.values, new.count, *(history[key] for key in keys)]
+
+        passed = (inputs.momentum, inputs.nesterov, inputs.decay, inputs.masking)
+        constants = [state.plan, state.exchange, keys, len(rest), *passed, *addresses_of([inputs.u, inputs.v])]
+        given = [sent.indices, sent.values, sent.count, *history.values(), *rest]
+        encoded, kept = state.graph.run(constants, given, work)
+        history.update(zip(keys, kept[3:], strict=False))
+        return replace(encoded, sent=SparseVector(*kept[:3]))
+
+    def _begin(self, bucket: Bucket, state: SparseState) -> tuple[PassInputs, SparseState]:
+        """Return the pass over the gradient, and the state after it, with the plan of this step."""
+        if self._awaits_epoch:
+            self._awaits_epoch = False
+            if state.rank == 0:
+                self.warmup.warn_of_no_epoch()
+        inputs, plan, ratio = self.memory.pass_inputs(bucket, state), state.plan, self.compress_ratio
+        if plan is not None and plan.ratio == ratio:
+            return inputs, state.next(sent=None, returned=None)
+        plan = plan_selection(bucket.segments, ratio, bucket.device, self.vector_ratio)
+        plan.take_history(state.history)
+        what, (size, rank) = f"bucket {bucket.name}", (state.size, state.rank)
+        payload = PayloadPlan(self.format, plan.per_tensor, bucket.numel, ratio, what, bucket.dtype)
+        kind = min(self._exchanges, key=lambda kind: kind.wire_bytes(payload, size))
+        exchange = kind(payload, size, rank, wants_sparse=self.memory.correction is not None)
+        new = {"plan": plan, "exchange": exchange, "history": {}, "dense": self._dense_is_cheaper(payload, size)}
+        return inputs, state.next(sent=None, returned=None, **new)
+
+    def _reduce_dense(
+        self, bucket: Bucket, state: SparseState, inputs: PassInputs, replaced: Position | None
+    ) -> Conversation[Reduced]:
+        """Sends all of v. replaced: the first non-finite element, if the gradient was clipped."""
+        v, first = inputs.v, kernels.of(inputs.v).selection.accumulate_(inputs)
+        first = first if replaced is None else replaced.minimum(first)
+        values = self.format.values.dense.quantize(v, state.size, bucket.dtype)
+        errors = {table: v - values.float() for table in state.errors}
+        # The reply may overwrite its message. The state needs v until the step is known to be valid.
+        bucket.release()  # the gradients are accumulated and need no copy
+        message = bucket.flat.copy_(values) if values.dtype == bucket.dtype else values.clone()
+        mean, nonfinite = yield from state.exchange.envelope.reduce(message, first)
+        bucket.flat.copy_(mean)
+        result = DenseResult(first_nonfinite_message(bucket, nonfinite))
+        return Reduced(result, state.changed(errors=errors), dropped=state)
+
+    def _dense_is_cheaper(self, payload: PayloadPlan, size: int) -> bool:
+        size = max(2, size)  # one process uses the rule for two
+        sparse = min(kind.wire_bytes(payload, size) for kind in self._exchanges)
+        dense = all_reduce_wire_bytes(payload.numel * self.format.values.dense.itemsize, size)
+        return payload.ratio >= 1 or sparse > dense + all_gather_wire_bytes(sealed_bytes(0), size)
+
+    # --- options ----------------------------------------------------------------------------------
+
+    def __init__(
+        self,
+        compress_ratio: float,
+        memory: Memory | str,
+        selector: Selector | str | None = None,
+        values: ValueFormat | str | None = None,
+        indices: IndexFormat | str | None = None,
+        *,
+        warmup_epochs: int = -1,
+        warmup_coeff: float | Sequence[float] | None = None,
+        seed: int = 0,
+        dense_values: str | None = None,
+        vectors: str = "dense",
+        vector_ratio: float | None = None,
+        exchange: str = "all_gather",
+    ):
+        require("a whole number", WHOLE, seed=seed)
+        fraction = fraction_of(compress_ratio=compress_ratio)
+        self.memory = named("memory", memory, MEMORIES, Memory, "dgc.sparse.memories")
+        self.selector = named("selector", selector, SELECTORS, Selector, "dgc.sparse.selectors", "predicted")
+        self.format = SparseFormat(
+            named("values", values, VALUES, ValueFormat, "dgc.sparse.payloads", "fp32"),
+            named("indices", indices, INDICES, IndexFormat, "dgc.sparse.payloads", "int64"),
+        )
+        self.warmup = RatioWarmup(fraction, warmup_epochs, warmup_coeff)
+        self.compress_ratio = self.warmup.at(0)
+        self.seed, self.dense_values = seed, dense_values
+        self.fallback = make_fallback(dense_values, self.format.values, self.memory.gradient_clipping)
+        check_choice(EXCHANGES, exchange=exchange)
+        self.exchange, self._exchanges = exchange, EXCHANGES[exchange]
+        self.vectors, self.vector_ratio = vectors, checked_vector_ratio(vectors, vector_ratio, fraction)
+        self._names: set[str] | None = None
+        self._awaits_epoch = warmup_epochs > 0
+
+    @property
+    def correction(self) -> MomentumCorrection | None:
+        return self.memory.correction
+
+    def initialize(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """Compresses only these tensors. Without this call: those that `vectors` says."""
+        self._names = {name for name, _ in named_pairs(named_parameters)}
+
+    def accepts(self, segment: Segment) -> bool:
+        if self._names is None:
+            return len(segment.shape) > 1 or self.vectors == "sparse"
+        return segment.name in self._names
+
+    def begin_epoch(self, epoch: int) -> None:
+        self.compress_ratio, self._awaits_epoch = self.warmup.at(epoch), False
+
+    def warmup_compress_ratio(self, epoch: int) -> None:
+        """Same as `begin_epoch`, under the original's name."""
+        self.begin_epoch(epoch)
+
+    def init(self, bucket: Bucket, size: int, rank: int) -> SparseState:
+        self.format.indices.plan(0, bucket.numel)  # raises an error if the bucket is too large for the indices
+        state = self.memory.init(bucket, size, rank)
+        graph = graph_of(bucket) if self.selector.repeats and state.errors else None
+        return replace(state, dense=False, rows=self.selector.rows, graph=graph)
+
+
+@dataclass(frozen=True)
+class RatioWarmup:
+    """Warm-up of the ratio: the first epochs send more elements (Lin et al. 2018, arXiv 1712.01887, section 3.3).
+
+    With W = warmup_epochs and the final ratio D, epoch e < W (from 0) sends
+
+        no coefficient      D ** ((e+1)/W)               W = 5, D = 0.001: 0.25, 0.063, 0.016, 0.004, 0.001
+        a number c          max(c ** (e+1), D)
+        a list              its e-th entry
+
+    Differences from the original: Its default exponent is (e+1)/(W+1), which does not give the ratios in its
+    documentation (0.25, 0.063, 0.015, 0.004, 0.001). The first formula above does.
+
+    W of 0 or less is none.
+
+    Raises:
+        ValueError: if an argument has a wrong type or is out of range, or the list is shorter than W.
+    """
+
+    ratio: float
+    warmup_epochs: int = -1
+    warmup_coeff: float | Sequence[float] | None = None
+
+    def __post_init__(self) -> None:
+        require("a whole number of epochs", WHOLE, warmup_epochs=self.warmup_epochs)
+        given = () if self.warmup_coeff is None else self.warmup_coeff
+        for c in given if isinstance(given, Sequence) else (given,):
+            if isinstance(c, bool) or not isinstance(c, NUMBER) or not 0 < c <= 1:
+                kinds = "None, a number or a list of numbers, each in (0, 1]"
+                raise ValueError(f"warmup_coeff must be {kinds}, not {self.warmup_coeff!r}")
+        if isinstance(self.warmup_coeff, Sequence) and len(self.warmup_coeff) < self.warmup_epochs:
+            listed = len(self.warmup_coeff)
+            raise ValueError(f"warmup_coeff lists {listed} ratios for {self.warmup_epochs} warmup_epochs")
+
+    def at(self, epoch: int) -> float:
+        if epoch >= self.warmup_epochs:
+            return self.ratio
+        if self.warmup_coeff is None:
+            return self.ratio ** ((epoch + 1) / self.warmup_epochs)
+        if isinstance(self.warmup_coeff, Sequence):
+            return self.warmup_coeff[epoch]
+        return max(self.warmup_coeff ** (epoch + 1), self.ratio)
+
+    def warn_of_no_epoch(self) -> None:
+        """Warns that begin_epoch was not called before the first step."""
+        warnings.warn(
+            f"warmup_epochs={self.warmup_epochs}, but begin_epoch was not called before the first step: "
+            f"compress_ratio stays at {self.at(0):.4g}. Before each epoch call exchange.begin_epoch(epoch), of "
+            "what compress returned, or optimizer.begin_epoch(epoch), of DistributedOptimizer. Or pass "
+            "steps_per_epoch to it",
+            stacklevel=3,
+        )
+
+
+def checked_vector_ratio(vectors: str, vector_ratio: float | None, compress_ratio: float) -> float | None:
+    """Return the ratio of tensors of less than two dimensions as a fraction. Raises ValueError if it is wrong."""
+    check_choice(("dense", "sparse"), vectors=vectors)
+    if vector_ratio is None:
+        return None
+    if vectors == "dense":
+        raise ValueError("vector_ratio has no effect on vectors that are sent dense: set vectors='sparse'")
+    ratio = fraction_of(vector_ratio=vector_ratio)
+    if ratio < compress_ratio:
+        raise ValueError(
+            f"vector_ratio is {ratio:g}, less than the compress_ratio of {compress_ratio:g}: small tensors need "
+            "the larger share"
+        )
+    return ratio
+
+
+MEMORIES: dict[str, Callable[[], Memory]] = {"dgc": DGCSGDMemory, "residual": ResidualMemory, "none": NoMemory}
+SELECTORS: dict[str, Callable[[], Selector]] = {
+    "predicted": selectors.Predicted,
+    "exact": selectors.Exact,
+    "radix": selectors.Radix,
+    "sampled": selectors.Sampled,
+    "laplace": selectors.Laplace,
+    "trimmed": selectors.Trimmed,
+}
+VALUES: dict[str, Callable[[], ValueFormat]] = {
+    "fp32": partial(CastValues, "fp32"),
+    "fp16": partial(CastValues, "fp16"),
+    "bf16": partial(CastValues, "bf16"),
+    "int8": wire.Int8Values,
+    "sign": wire.SignValues,
+    "2bit": wire.TwoBitValues,
+}
+INDICES: dict[str, Callable[[], IndexFormat]] = {
+    "int64": partial(PlainIndices, "int64"),
+    "int32": partial(PlainIndices, "int32"),
+    "packed": PackedIndices,
+    "rice": RiceIndices,
+}
+P = TypeVar("P")
+
+
+def named(
+    what: str, given: Any, choices: Mapping[str, Callable[[], P]], kind: Any, home: str, default: Any = None
+) -> P:
+    """Return the part that is given, or make the one of that name, with its defaults.
+
+    what: name of the argument. kind: interface of the parts, whose classes are in `home`. Raises ValueError if it
+    is neither.
+    """
+    given = default if given is None else given
+    if isinstance(given, str) and given in choices:
+        return choices[given]()
+    require(f"one of {', '.join(map(repr, choices))}, or an object of {home}", (kind,), **{what: given})
+    return cast(P, given)

@@ -1,0 +1,109 @@
+"""Compression in both directions: by hand, bytes on the wire, and errors that move to other ranks and buckets."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from cases import case
+from core.ranks import Ranks, normal
+from states import redistributed
+
+from dgc.codes.chunked_signs import divide_into_chunks
+from dgc.compression import TwoPhaseCompressor
+from dgc.contrib import DoubleSqueezeCompressor
+from dgc.paper.onebit_adam import compress
+from dgc.testing import flat, gradients
+
+pytestmark = pytest.mark.usefixtures("no_type_checks")
+SMALL, N = ((7, 20), (33,), (0, 4), (5,), (2, 3, 8)), 226
+SHAPES = ((70, 20), (33,), (0, 4), (5,), (2, 30, 8))
+TWO_PHASES = [partial(TwoPhaseCompressor, 8, 64), partial(TwoPhaseCompressor, 4, 64, hadamard=True)]
+
+
+def test_double_squeeze_by_hand_and_its_chunks_which_are_whole_words_and_may_be_empty() -> None:
+    """In plain torch, with one server error of all chunks."""
+    for size in (1, 2, 3, 5, 9):
+        ranks = Ranks(size, DoubleSqueezeCompressor, SMALL)
+        pieces = divide_into_chunks(ranks.buckets[0], size, 0).bounds.diff().tolist()
+        errors, served = [torch.zeros(N)] * size, torch.zeros(N)
+        for step in range(6):
+            own = [normal(N, seed=100 * step + rank) * (rank + 1) for rank in range(size)]
+            v = [g + e for g, e in zip(own, errors, strict=True)]
+            errors = [x - compress(x, pieces) for x in v]
+            s = sum((compress(x, pieces) for x in v), served)
+            served = s - compress(s, pieces)
+            with case(size, step):
+                torch.testing.assert_close(ranks.step(own), compress(s, pieces) / size, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(sum(ranks.errors()), sum(errors) + served, rtol=1e-4, atol=1e-4 * size)
+    bucket = Ranks(1, DoubleSqueezeCompressor, SMALL).buckets[0]
+    for size, edges in ((2, [0, 128, 226]), (3, [0, 96, 192, 226]), (9, [*range(0, 225, 32), 226, 226])):
+        chunks = divide_into_chunks(bucket, size, size - 1)
+        assert chunks.edges == edges and chunks.own[-1] == edges[-1] - edges[-2]
+        assert set(edges) | {0, 140, 173, 178} == set(chunks.bounds.tolist())
+
+
+def trained(make: Any, size: int) -> Any:
+    ranks = Ranks(size, make, SHAPES)
+    for step in range(4):
+        ranks.step([flat(gradients(rank, step, SHAPES)) for rank in range(size)])
+    return ranks
+
+
+def loaded(make: Any, shapes: Any, states: Any) -> Any:
+    ranks = Ranks(len(states), make, shapes)
+    for own, state in zip(ranks.states, states, strict=True):
+        own.load_state_dict(state)
+    return ranks
+
+
+@pytest.mark.parametrize("make", [DoubleSqueezeCompressor, *TWO_PHASES])
+def test_another_number_of_ranks_or_other_buckets_keep_the_mean_of_the_errors(make: Any) -> None:
+    """What a rank keeps of a chunk that is no longer its own, it sends with its gradient."""
+    ranks = trained(make, 3)
+    states = [own.state_dict() for own in ranks.states]
+    for size in (1, 2, 3, 4, 6):
+        others = loaded(make, SHAPES, redistributed(states, size))
+        with case(size):
+            now, before = (torch.stack(own.errors()).double().mean(0) for own in (others, ranks))
+            torch.testing.assert_close(now, before, rtol=0, atol=1e-6)
+        for rank, own in enumerate(others.states if make is DoubleSqueezeCompressor else ()):
+            served = flat(list(own.state_dict()["server_errors"].values()))
+            served[slice(*divide_into_chunks(others.buckets[0], size, rank).edges[rank : rank + 2])] = 0.0
+            assert not served.any()
+    names = [f"p{i}" for i in range(len(SHAPES))]
+    other = loaded(make, dict(reversed(list(zip(names, SHAPES, strict=True)))), states)
+    for before, after, bucket in zip(ranks.errors(), other.errors(), other.buckets, strict=True):
+        parts = {s.name: s.of(after).reshape(-1) for s in bucket.segments}
+        torch.testing.assert_close(flat([parts[name] for name in names]), before, rtol=0, atol=1e-6)
+
+
+def test_errors_stay_away_without_feedback_and_hadamard_spreads_a_large_element() -> None:
+    ranks = Ranks(2, partial(TwoPhaseCompressor, error_feedback=False), SHAPES)
+    own = [flat(gradients(rank, 0, SHAPES)) for rank in range(2)]
+    first = ranks.step(own)
+    assert torch.equal(ranks.step(own), first) and list(ranks.states[0].errors()) == []
+    torch.testing.assert_close(first, sum(own) / 2, rtol=0, atol=0.05)
+    v, others = normal(64, seed=1), torch.arange(64) != 7
+    v[7] = 40.0  # a level of 4 bits is then 40 / 7 without the transform
+    makes = (partial(TwoPhaseCompressor, 4, 64, 8, hadamard=hadamard) for hadamard in (False, True))
+    plain, turned = ((Ranks(1, make, [(64,)]).step([v]) - v)[others].norm() for make in makes)
+    assert turned < 0.7 * plain
+
+
+def test_steps_use_the_same_memory_whether_they_count_or_are_dropped() -> None:
+    """Two residuals take turns. The one that a dropped step keeps is not overwritten before the next step ends."""
+    for make in (*TWO_PHASES, partial(TwoPhaseCompressor, error_feedback=False)):
+        ranks, before, seen = trained(make, 2), [set[int]()] * 2, list[int]()
+        for step in range(4, 9):
+            ranks.step([flat(gradients(rank, step, SHAPES)) for rank in range(2)])
+            for rank, (states, bucket) in enumerate(zip(ranks.states, ranks.buckets, strict=True)):
+                if step == 6:
+                    states.rollback(bucket)
+                state = states[bucket]
+                own = [state.errors.get("errors"), getattr(state, "served", None), *state.scratch.values()]
+                places = [tensor.data_ptr() for tensor in own if tensor is not None]
+                assert len(set(places)) == len(places) and (step == 4 or set(places) == before[rank]), step
+                before[rank] = set(places)
+                seen.append(len(places))
+        assert set(seen) == {6 if ranks.compressors[0].error_feedback else 2}

@@ -1,0 +1,272 @@
+"""Dense exchanges and casts, which rule takes which tensor, and the fallbacks of sparse methods."""
+
+from functools import partial
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from core.ranks import Ranks, normal
+from optim.nets import alone
+from torch import Tensor, nn
+
+from dgc import compression as methods
+from dgc import contrib
+from dgc.codes.uniform import DenseValuesCompressor
+from dgc.comm.lockstep import LockstepWorld
+from dgc.compression import Route, Rule
+from dgc.core.bucket import make_bucket
+from dgc.core.dense import ClippedCompressor
+from dgc.core.envelope import sealed_bytes
+from dgc.memory import ClipByNorm, ClipByValue, DGCSGDMemory, NoMemory, ResidualMemory
+from dgc.optim import DGCSGD, DistributedOptimizer
+from dgc.sparse.payloads import CastValues, Int8Values, SignValues, ValueFormat
+
+N = 301
+
+
+def reduce_all(make: Any, own: Any, dtype: Any = torch.float32) -> Any:
+    results, mean = Ranks(len(own), make, {"w": (N,)}, dtype).exchange(own)
+    assert all(isinstance(result, methods.DenseResult) for result in results) and mean.dtype == dtype
+    return mean
+
+
+def gradients(size: Any, scale: float = 1.0) -> Any:
+    return [scale * normal(N, seed=rank) for rank in range(size)]
+
+
+def test_only_a_compressor_that_decides_has_a_dense_share_and_dense_leaves_nan_to_the_user() -> None:
+    made = (methods.DenseCompressor(), methods.PowerSGDCompressor(1), methods.DGCCompressor(0.01, NoMemory()))
+    assert [Ranks(1, lambda one=one: one, [(N,)]).states[0].dense_share for one in made] == [None, None, 0.0]
+    ranks, (own,) = Ranks(1, methods.DenseCompressor, {"w": (N,)}), gradients(1)
+    own[7] = float("nan")
+    ranks.buckets[0].flat.copy_(own)
+    ranks.world.converse("b", [ranks.states[0].reduce(ranks.buckets[0])])
+    assert ranks.buckets[0].flat.isnan().nonzero().tolist() == [[7]]
+
+
+@pytest.mark.parametrize("make", [methods.FP16Compressor, methods.BF16Compressor])
+def test_a_cast_takes_the_memory_of_its_message_once_and_gradients_are_read_where_they_lie(make: Any) -> None:
+    ranks, used = Ranks(1, make, [(N,)]), set[int]()
+    (states,), (bucket,) = ranks.states, ranks.buckets
+    for g in gradients(3):
+        bucket.use_gradient(0, g)
+        before = bucket._flat.clone()
+        conversation = states.reduce(bucket)
+        requests: Any = next(conversation)
+        assert torch.equal(bucket._flat, before)
+        used.add(requests[0].tensor.data_ptr())
+        conversation.close()
+        ranks.step([g])
+        used.add(states[bucket].scratch["message"].data_ptr())
+    assert len(used) == 2  # the first conversation ended without a state
+
+
+def test_bf16_adds_in_fp32_what_each_rank_rounds_once_and_nothing_is_kept_between_steps() -> None:
+    """256 + 1 + 1 is 256 where bf16 adds, and 258 in fp32."""
+    own = [torch.full((N,), value) for value in (256.0, 1.0, 1.0)]
+    assert (reduce_all(methods.BF16Compressor, own) == 258 / 3).all()
+    own = gradients(3)
+    expected = sum(g.bfloat16().float() for g in own) / 3
+    torch.testing.assert_close(reduce_all(methods.BF16Compressor, own), expected, rtol=1e-6, atol=1e-7)
+    assert reduce_all(methods.BF16Compressor, gradients(2, 1e30)).isfinite().all()
+    assert (reduce_all(methods.FP16Compressor, [torch.full((N,), 7e4)] * 2) == float("inf")).all()
+    for make in (methods.DenseCompressor, methods.FP16Compressor, methods.BF16Compressor):
+        for dtype in (torch.float16, torch.bfloat16):
+            own = [g.to(dtype) for g in gradients(3)]
+            mean, expected = reduce_all(make, own, dtype), sum(g.float() for g in own) / 3
+            torch.testing.assert_close(mean.float(), expected, rtol=2e-2, atol=2e-2)
+        (states,) = Ranks(1, make, {"w": (3,)}).states
+        assert states.state_dict() == {} and list(states.errors()) == []
+        assert states.compress_ratio == 1.0 and states.compressor.correction is None
+        states.load_state_dict({})
+
+
+def segment(name: Any, *shape: Any) -> Any:
+    return make_bucket("b", [(name, torch.zeros(shape))]).segments[0]
+
+
+def test_what_rules_match_and_the_first_that_does_wins() -> None:
+    first, second, last = methods.DenseCompressor(), methods.FP16Compressor(), methods.BF16Compressor()
+    route = Route([Rule(first, name="head.*"), Rule(second, min_numel=100), Rule(last)])
+    assert route.compressor_for(segment("head.weight", 20, 20)) is first
+    assert route.compressor_for(segment("body.weight", 10, 10)) is second
+    assert route.compressor_for(segment("body.weight", 9, 11)) is last
+    assert route.rules[0].compressor is first
+    with pytest.raises(ValueError, match=r"no rule matches b of shape \(3,\)"):
+        Route([Rule(methods.DenseCompressor(), min_dim=2)]).compressor_for(segment("b", 3))
+    # Each with a tensor that it matches and one that it does not.
+    rows: list[tuple[dict[str, Any], Any, Any]] = [
+        ({"name": "*.weight"}, segment("a.b.weight", 2), segment("a.b.bias", 2)),
+        ({"name": "*.Weight"}, segment("a.Weight", 2), segment("a.weight", 2)),
+        ({"name": "layer[12].*"}, segment("layer2.w", 2), segment("layer3.w", 2)),
+        ({"min_dim": 2}, segment("x", 4, 1), segment("x", 4)),
+        ({"max_dim": 1}, segment("x"), segment("x", 4, 1)),
+        ({"min_numel": 8}, segment("x", 2, 4), segment("x", 7)),
+        ({"max_numel": 8}, segment("x", 2, 4), segment("x", 9)),
+        ({"name": "x", "min_dim": 2, "max_numel": 8}, segment("x", 2, 4), segment("y", 2, 4)),
+    ]
+    for options, one, other in rows:
+        rule = Rule(methods.DenseCompressor(), **options)
+        assert rule.matches(one) and not rule.matches(other), options
+    assert Rule(methods.DenseCompressor()).matches(segment("x"))
+
+
+def test_fallbacks_take_what_is_not_accepted_equal_ones_are_one_and_their_values_fit_the_method() -> None:
+    sparse = methods.DGCCompressor(0.01, NoMemory())
+    route = Route([Rule(sparse)])
+    assert route.compressor_for(segment("w", 3, 3)) is sparse
+    bias, other = (route.compressor_for(segment(name, 3)) for name in ("b", "c"))
+    assert bias is other is sparse.fallback and isinstance(bias, methods.DenseCompressor)
+    assert isinstance(methods.DGCCompressor(0.01, NoMemory(), fp16_values=True).fallback, methods.FP16Compressor)
+
+    class OfAUser(methods.DenseCompressor):
+        """May have settings."""
+
+    def clipped(norm: float, **options: Any) -> methods.DGCCompressor:
+        return methods.DGCCompressor(0.01, DGCSGDMemory(0.9, gradient_clipping=ClipByNorm(norm)), **options)
+
+    def chosen(*compressors: Any) -> list[Any]:
+        route = Route([Rule(compressor, name=f"{i}.*") for i, compressor in enumerate(compressors)])
+        return [route.compressor_for(segment(f"{i}.bias", 3)) for i in range(len(compressors))]
+
+    plain = [methods.DGCCompressor(ratio, ResidualMemory()) for ratio in (0.01, 0.1)]
+    found = chosen(*plain, methods.DenseCompressor(), contrib.SVDCompressor(2))
+    assert all(compressor is plain[0].fallback for compressor in found)
+    for pair, are_one in (
+        ((clipped(1.0), clipped(1.0)), True),
+        ((clipped(1.0), clipped(2.0)), False),
+        ((clipped(1.0), plain[0]), False),
+        ((clipped(1.0), clipped(1.0, fp16_values=True)), False),
+        ((methods.FP16Compressor(), methods.DGCCompressor(0.1, NoMemory(), fp16_values=True)), True),
+        ((methods.FP16Compressor(), methods.BF16Compressor()), False),
+        ((OfAUser(), OfAUser()), False),
+        ((clipped(1.0, dense_values="int8"), clipped(1.0, dense_values="int8")), False),  # each has a state
+        ((methods.DGCCompressor(0.1, NoMemory(), dense_values="int8"),) * 2, True),
+    ):
+        first, second = chosen(*pair)
+        assert (first is second) == are_one, pair
+    assert type(fallback(None)) is type(fallback("fp32", SignValues())) is methods.DenseCompressor
+    assert type(fallback(None, CastValues("fp16"))) is methods.FP16Compressor
+    for name, given in (
+        ("int8", fallback(None, SignValues())),
+        ("int8", fallback(None, Int8Values())),
+        ("bf16", fallback(None, CastValues("bf16"))),
+        ("fp16", fallback("fp16", CastValues("fp16"))),
+        ("int8", fallback("int8")),
+        ("bf16", methods.DGCCompressor(0.01, ResidualMemory(), dense_values="bf16").fallback),
+    ):
+        assert isinstance(given, DenseValuesCompressor) and given.values == name
+        assert given.correction is None  # momentum stays with the optimizer
+    assert isinstance(fallback("fp32", clipping=ClipByValue(1.0)), ClippedCompressor)
+    for size, name in product((1, 3), DENSE_VALUES):
+        own, make = [normal(NUMEL, seed=rank) for rank in range(size)], partial(fallback, name)
+        free = Ranks(size, make, SHAPES).step(own)
+        mean = Ranks(size, partial(make, clipping=ClipByNorm(0.5)), SHAPES).step(own)
+        for part, whole in zip(mean.split([64, 3000, 7]), free.split([64, 3000, 7]), strict=True):
+            torch.testing.assert_close(part, whole * (0.5 / whole.norm()))
+
+
+SHAPES = [(64,), (3000,), (7,)]
+NUMEL = 3071
+DENSE_VALUES = ("fp32", "fp16", "bf16", "int8")
+
+
+def fallback(name: str | None, values: ValueFormat | None = None, clipping: Any = None) -> methods.Compressor:
+    memory = DGCSGDMemory(0.9, gradient_clipping=clipping)
+    return methods.SparseCompressor(0.01, memory, values=values, dense_values=name).fallback
+
+
+@pytest.mark.parametrize(("name", "most", "reduced"), [("int8", 7, 4), ("bf16", 4, 4), ("fp16", 2, 2)])
+def test_with_many_ranks_an_all_reduce_costs_less(name: str, most: int, reduced: int) -> None:
+    """most: the largest number of ranks that gather codes."""
+    for size in (1, most, most + 1):
+        ranks, lost = Ranks(size, partial(fallback, name), SHAPES), torch.zeros(NUMEL, dtype=torch.float64)
+        for step in range(3):
+            own = [normal(NUMEL, seed=100 * step + rank) for rank in range(size)]
+            lost += sum(g.double() for g in own) / size - ranks.step(own).double()
+        gathers, meter = size <= most, ranks.world.meters[0]
+        codes = NUMEL + 4 * (1 + 3 + 1) if name == "int8" else 2 * NUMEL
+        assert meter.payload_bytes == 3 * (sealed_bytes(codes) if gathers else sealed_bytes(0) + reduced * NUMEL)
+        assert meter.wire_bytes <= 3 * (2 * reduced * NUMEL * (size - 1) / size + 31 * (size - 1))
+        kept = sum(e.double() for e in ranks.errors()) / size
+        rounded = name == "fp16" and not gathers  # the transport's sum
+        torch.testing.assert_close(kept, lost, rtol=0, atol=2.0**-8 if rounded else 1e-5)
+        assert any(e.any() for e in ranks.errors()) == (gathers or rounded)
+        assert (ranks.states[0].compress_ratio < 1) == (gathers and name == "int8")
+
+
+def test_a_large_element_makes_only_its_block_coarse() -> None:
+    """A scale belongs to up to 1024 elements of one tensor."""
+    ranks, gradient = Ranks(1, partial(fallback, "int8"), SHAPES), normal(NUMEL, seed=1).clamp(-3, 3)
+    gradient[64 + 1024] = 1000.0
+    error = gradient - ranks.step([gradient])
+    torch.testing.assert_close(ranks.errors()[0], error, rtol=0, atol=1e-6)
+    block = slice(64 + 1024, 64 + 2048)
+    assert float(error[block].abs().max()) > 1
+    error[block] = 0
+    assert float(error.abs().max()) <= 3 / 127 / 2 * 1.001
+
+
+def vectors(transport: Any, compression: Any, steps: int, state: Any = None) -> tuple[Tensor, Any]:
+    """The vector of a model after steps of SGD with momentum 0.9, and the state of the compression."""
+    model = nn.ParameterDict({"w": nn.Parameter(torch.zeros(20, 30)), "b": nn.Parameter(torch.zeros(50))})
+    inner = DGCSGD(model.parameters(), lr=1.0, momentum=0.9)
+    optimizer = DistributedOptimizer(inner, model.named_parameters(), compression, transport=transport)
+    if state is not None:
+        optimizer.load_compression_state_dict(state, allow_other_rank=True)
+    for step in range(steps):
+        optimizer.zero_grad()
+        (model["b"] @ normal(50, seed=10 * step + transport.rank) + model["w"].sum()).backward()
+        optimizer.step()
+    return model["b"].detach(), optimizer.compression_state_dict()
+
+
+def method(dense_values: str) -> methods.DGCCompressor:
+    return methods.DGCCompressor(0.05, DGCSGDMemory(0.9), dense_values=dense_values)
+
+
+def test_momentum_of_vectors_is_the_optimizer_s_and_a_state_has_their_error() -> None:
+    """All but the last step's rounding arrives, times 1 / (1 - momentum) in the end."""
+    trains = [partial(lambda name, t: vectors(t, method(name), 30)[0], name) for name in DENSE_VALUES]
+    exact, *others = (LockstepWorld(2).run(train)[0] for train in trains)
+    assert float(exact.abs().max()) > 20
+    for other in others:
+        assert not torch.equal(exact, other)
+        torch.testing.assert_close(other, exact, rtol=0, atol=0.1)
+    state = LockstepWorld(2).run(lambda t: vectors(t, method("int8"), 3)[1])[0]
+    assert {"DenseValuesCompressor.0", "DGCCompressor.1"} <= state.keys()
+    error = state["DenseValuesCompressor.0"]["errors"]["b"]
+    assert error.shape == (50,) and error.any()
+    loaded = vectors(alone(), method("int8"), 0, state)[1]
+    assert torch.equal(loaded["DenseValuesCompressor.0"]["errors"]["b"], error)
+    with pytest.raises(ValueError, match="state of other compressors"):
+        vectors(alone(), method("fp32"), 0, state)
+    vectors(alone(), methods.Route([methods.Rule((compression := method("int8")).fallback)]), 0)
+    with pytest.raises(ValueError, match="DenseValuesCompressor has the residual of another"):
+        vectors(alone(), compression, 0)
+
+
+def counts(compressor: Any, gradient: Tensor) -> list[int]:
+    """Elements that a matrix and a vector send: the largest of each."""
+    mean, found = Ranks(1, lambda: compressor, [(40, 50), (500,)]).step([gradient]), []
+    for part, whole in zip(mean.split([2000, 500]), gradient.split([2000, 500]), strict=True):
+        sent = part.nonzero().view(-1)
+        assert torch.equal(sent, whole.abs().topk(sent.numel()).indices.sort().values)
+        found.append(sent.numel())
+    return found
+
+
+def test_vectors_join_the_selection_at_a_ratio_of_their_own() -> None:
+    for vector_ratio, expected in ((None, [20, 5]), (0.1, [20, 50]), (10, [20, 50])):
+        compressor = methods.DGCCompressor(0.01, ResidualMemory(), vectors="sparse", vector_ratio=vector_ratio)
+        assert counts(compressor, normal(2500, seed=0)) == expected
+    warmup: Any = {"warmup_epochs": 2, "warmup_coeff": [0.1, 0.01]}
+    compressor = methods.DGCCompressor(0.001, ResidualMemory(), vectors="sparse", vector_ratio=0.02, **warmup)
+    for epoch, expected in enumerate(([200, 50], [20, 10], [2, 10])):
+        compressor.begin_epoch(epoch)
+        assert counts(compressor, normal(2500, seed=epoch)) == expected, "a warm-up sends as much of vectors"
+    compressor = methods.DGCCompressor(0.05, DGCSGDMemory(0.9), vectors="sparse", vector_ratio=0.5)
+    state = vectors(alone(), compressor, 3)[1]
+    (only,) = (name for name in state if name.startswith(("DGC", "Dense")))
+    assert state[only]["velocities"].keys() == {"w", "b"}  # their momentum is the memory's
