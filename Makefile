@@ -92,7 +92,7 @@ gpu:
 
 # needs no set-up, since it may be asked why set-up fails
 doctor:
-	@$(firstword $(wildcard $(BIN)/python) $(PYTHON)) -m scripts.doctor
+	@$(firstword $(wildcard $(BIN)/python) $(PYTHON)) -m dgc.doctor
 
 clean:
 	rm -rf .venv .venv-docs site build dist *.egg-info .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

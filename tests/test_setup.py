@@ -1,4 +1,4 @@
-"""Set-up's refusals and its stamp, the launcher's command, the doctor's judgement on made-up facts, and wheels."""
+"""Set-up's refusals and its stamp, the launcher's command, and wheels."""
 
 import json
 import os
@@ -7,125 +7,25 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 from zipfile import ZipFile
 
 import pytest
 from environment import REPOSITORY, patient
 from refusals import refuse
 
-from dgc.advisor.doctor import Probe, run_probe, run_within
 from dgc.kernels.library import supported_isas
-from scripts.doctor import describe, diagnose, mpi_version
-from scripts.facts import PACKAGES, Facts, source_of_library
 from scripts.launch import environment, mpirun, prepare, torchrun
 from tools.wheels.check import FIRST_IMPORT, best_isa
 
 Patch = pytest.MonkeyPatch
-BUILT = {"mpi": True, "gloo": True, "nccl": False, "cuda": False, "rocm": False}
-HEALTHY = Facts(
-    python=(3, 11, 2), versions=dict.fromkeys(PACKAGES, "1.0"), mpirun="Open MPI 4.1.8", cores=8, root=False,
-    prefix="/env", wheel_mpi=True, torch=Probe({"cuda": None, "gpus": []}), torchvision=Probe({}),
-    horovod=Probe(BUILT), mpi4py=Probe({"library": "Open MPI v4.1.8, package: Open MPI"}),
-    kernels=Probe({"native": "native (avx2)"}), torch_hello=Probe({"size": 2, "sum": 3.0}),
-    hello=Probe({"size": 2, "sum": 3.0, "multiple": True, "level": "MULTIPLE"}), checkout="/here", dgc="/here",
-)  # fmt: skip
-MISSING = {name: Probe(error=f"No module named '{name}'") for name in ("horovod", "mpi4py")}
-WITHOUT_HOROVOD: dict[str, object] = {"mpirun": None, "cores": 2, "root": True, "hello": Probe(), **MISSING}
-WITHOUT_HOROVOD["versions"] = {**HEALTHY.versions, **dict.fromkeys(MISSING)}
 
 
-def test_one_fault_gives_one_finding_with_a_cure() -> None:
-    versions, works = HEALTHY.versions, {"size": 2, "sum": 3.0, "multiple": True}
-    faults: list[tuple[Mapping[str, object], str]] = [
-        ({"python": (3, 9, 1)}, "Python 3.9.1 is too old"),
-        *(({"versions": {**versions, name: None}}, f"not installed: {name}") for name in ("mpi4py", "omegaconf")),
-        ({"torch": Probe(error="libc10.so: cannot open")}, "torch does not load"),
-        ({"horovod": Probe(error="Extension horovod.torch has not been built")}, "extension is not built"),
-        ({"horovod": Probe(error="undefined symbol: _ZN3c10")}, "built for another torch"),
-        ({"horovod": Probe({**BUILT, "mpi": False})}, "without MPI"),
-        ({"horovod": Probe({**BUILT, "gloo": False})}, "without Gloo"),
-        ({"mpirun": None}, "mpirun is not installed"),
-        ({"mpirun": "HYDRA build details:"}, "not Open MPI's"),
-        ({"mpirun": "Open MPI 5.0.3", "mpi4py": Probe({"library": "Open MPI v5.0.3"})}, "Open MPI 5"),
-        ({"variables": {"OPAL_PREFIX": "/other"}}, "OPAL_PREFIX is /other"),
-        ({"mpi4py": Probe({"library": "MPICH Version: 4.2.0"})}, "mpi4py uses another MPI"),
-        ({"mpi4py": Probe(error="cannot load MPI library")}, "mpi4py does not load"),
-        ({"kernels": Probe(error="KernelsUnavailable: they are not built")}, "native kernels do not load"),
-        ({"hello": Probe(error="no answer after 90 s")}, "under mpirun failed: no answer"),
-        ({"hello": Probe({**works, "size": 1, "sum": 1.0})}, "size 1 instead of 2"),
-        ({"hello": Probe({**works, "sum": 2.0})}, "gave 2.0"),
-        ({"hello": Probe({**works, "multiple": False, "level": "SERIALIZED"})}, "SERIALIZED"),
-        ({"torch_hello": Probe(error="no answer after 90 s")}, "under torchrun failed: no answer"),
-        ({"torch_hello": Probe({"size": 1, "sum": 1.0})}, "over 1 ranks gave 1.0"),
-        ({"torchvision": Probe(error="libjpeg.so: cannot open")}, "torchvision does not load"),
-        ({"dgc": "/there"}, "dgc comes from /there, not from this checkout (/here)"),
-    ]
-    notes: list[tuple[Mapping[str, object], str]] = [
-        ({"root": True}, "root"),
-        ({"dgc": None}, "dgc is not installed"),
-        (WITHOUT_HOROVOD, "torch.distributed connects the ranks"),
-        ({"cores": 2}, "2 cores"),
-        ({"variables": {"HOROVOD_FUSION_THRESHOLD": "67108864"}}, "do not repeat bitwise"),
-        ({"torch": Probe({"cuda": "13.0", "gpus": ["H100"]})}, "no NCCL"),
-        ({"torchvision": Probe(error="operator torchvision::nms does not exist")}, "torchvision::nms"),
-    ]
-    for change, named in (*faults, *notes):
-        (finding,) = diagnose(replace(HEALTHY, **change))  # type: ignore[arg-type]
-        assert named in finding.problem and finding.remedy and finding.note == ((change, named) in notes), change
-
-
-def test_healthy_and_empty_machines() -> None:
-    assert diagnose(HEALTHY) == [] and dict(describe(HEALTHY))["MPI threading level"] == "MULTIPLE"
-    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    fine = {**as_root, "HOROVOD_FUSION_THRESHOLD": "0", "OPAL_PREFIX": "/env/"}
-    assert diagnose(replace(HEALTHY, root=True, variables=fine)) == []
-    probes: Any = [Probe(error="No module named 'torch'")] * 7
-    bare = Facts((3, 11, 2), dict.fromkeys(PACKAGES), None, 2, False, "/usr", False, *probes)
-    assert any("not installed: torch" in finding.problem for finding in diagnose(bare))
-    assert dict(describe(replace(HEALTHY, dgc="/there")))["dgc comes from"] == "/there"
-    assert dict(describe(bare))["torch"] == "missing"
-    assert mpi_version("Open MPI 4.1.8") == mpi_version("mpirun (Open MPI) 4.1.4") == ("Open MPI", 4)
-    assert mpi_version("HYDRA build details:") is mpi_version(None) is None
-
-
-def test_a_probe_that_takes_too_long_is_repeated_once_with_a_longer_limit(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("os.getloadavg", lambda: (20.04, 0.0, 0.0))
-    late = subprocess.TimeoutExpired("probe", 90)
-    monkeypatch.setattr("dgc.advisor.doctor.run_within", Mock(side_effect=[late, (0, "{}", "")]))
-    assert run_probe(["probe"]).answer == {}
-    assert "doctor: no answer after 90 s, at a load average of 20.0 on" in capsys.readouterr().err
-    monkeypatch.setattr("dgc.advisor.doctor.run_within", Mock(side_effect=[late, late]))
-    probe = run_probe(["probe"])
-    assert probe.timed_out and probe.error.startswith("no answer after 300 s, at a load average of 20.0 on")
-    for finding in diagnose(replace(HEALTHY, torch_hello=probe, kernels=probe)):
-        assert finding.remedy.startswith("repeat it when no other program uses this machine; if none does: ")
-
-
-def test_a_probe_that_takes_too_long_ends_with_all_that_it_has_started() -> None:
-    with pytest.raises(subprocess.TimeoutExpired):
-        run_within(0.1, ["sh", "-c", "sleep 600 & wait"], None)  # the second process holds the output open
-
-
-def test_a_probe_tells_an_answer_from_a_failure(tmp_path: Path) -> None:
-    env = dict(os.environ)
-    assert run_probe(["sh", "-c", "echo noise; echo '{\"a\": 1}'"], env).answer == {"a": 1}
-    assert run_probe(["sh", "-c", "echo bad luck >&2; exit 3"], env) == Probe(error="bad luck")
-    assert run_probe(["sh", "-c", "exit 3"], env).error == "exit status 3"
-    assert run_probe(["no-such-program"], env).error == "no-such-program not found"
-    # a name in another encoding is no error
-    assert run_probe(["sh", "-c", "printf '\\377' >&2; exit 3"], env) == Probe(error="\ufffd")
-    # the library is looked for as the script of another folder finds it
-    (tmp_path / "dgc").mkdir()
-    (tmp_path / "dgc/__init__.py").touch()
-    assert source_of_library({**env, "PYTHONPATH": str(tmp_path)}) == str(tmp_path)
-    # train.py takes that of its own checkout, also where the environment, or PYTHONPATH, has another one
+def test_train_py_takes_the_library_of_its_own_checkout(tmp_path: Path) -> None:
+    """Also where the environment, or PYTHONPATH, has another one."""
     shutil.copy(REPOSITORY / "train.py", tmp_path)
+    (tmp_path / "dgc").mkdir()
     (tmp_path / "dgc/__init__.py").write_text("raise SystemExit(f'this is {__file__}')")
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     words = [sys.executable, str(tmp_path / "train.py"), "--configs", "configs/digits/cnn.py"]

@@ -14,7 +14,6 @@ COMMANDS = (
     "dgc/advise.py",
     "dgc/doctor.py",
     "scripts/advise/__main__.py",
-    "scripts/doctor.py",
     "scripts/plot.py",
     "scripts/report.py",
     "train.py",
@@ -29,7 +28,7 @@ def test_a_command_prints_names_that_the_encoding_of_its_output_lacks(
     monkeypatch.setattr(sys, "stdout", output)
     monkeypatch.setattr(sys, "argv", [command, "--help"])
     monkeypatch.setattr(sys, "path", list(sys.path))
-    # the doctors, which have no options, find no program to start
+    # the doctor, which has no options, finds no program to start
     monkeypatch.setattr(subprocess, "run", Mock(side_effect=FileNotFoundError))
     monkeypatch.setattr(subprocess, "Popen", Mock(side_effect=FileNotFoundError))
     with pytest.raises(SystemExit):

@@ -16,7 +16,7 @@ TRAINER_PACKAGES = (
     "atomic_write checkpoint config config_files constructors data errors evaluation faults formulas "
     "launcher logging meters random_state schedule startup stepping synchronization tasks"
 )
-ADVISOR = Tests(("tests/test_cost.py", "tests/test_advise.py"))
+ADVISOR = Tests(("tests/advisor",))
 PACKAGES = {
     "dgc/advise": ADVISOR,
     "dgc/advisor": ADVISOR,

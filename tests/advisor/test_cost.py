@@ -1,6 +1,6 @@
-"""The cost model: recorded bytes are those of the meter, and times are those of the formulas; its commands.
+"""The cost model: recorded bytes are those of the meter, and times are those of the formulas.
 
-python -m dgc.advise and python -m dgc.doctor: for a model of one's own, on paper, and for any environment.
+And python -m dgc.advise, for a model of one's own and on paper.
 """
 
 import json
@@ -19,12 +19,10 @@ from laws.table import TABLE, Row
 from refusals import refuse
 from torch import nn
 
-from dgc.advisor import doctor
 from dgc.advisor.candidates import measure_candidate
 from dgc.advisor.command import loss_of_model, main, moved
 from dgc.advisor.cost import BucketWork, Compute, Message, Network, Traffic, overlapped, predict
 from dgc.advisor.cost.computing import AlikeRanks, fit_computing, machine_of, record_steps, typical
-from dgc.advisor.doctor import Facts, Probe
 from dgc.advisor.methods import METHODS, builder
 from dgc.advisor.paper import WIDEST, candidate_on_paper, shape_of, workload_on_paper
 from dgc.advisor.workload import Workload
@@ -356,7 +354,7 @@ def test_rows_on_paper_are_built_from_their_words_and_one_narrow_layer_stands_fo
 
 def test_a_model_of_ones_own(tmp_path: Path, capsys: Printed) -> None:
     file, names = tmp_path / "advice.json", ["fp16", "dgc-fp16-packed", "powersgd-1", "sgp", "onebit-adam"]
-    words = f"--model test_cost:make --repeats 1 --device cpu --json {file}"
+    words = f"--model advisor.test_cost:make --repeats 1 --device cpu --json {file}"
     assert main([*words.split(), *HOSTS, "--methods", *names]) == 0
     out, result = capsys.readouterr().out, json.loads(file.read_text())
     assert set(result["methods"]) == set(names) - {"onebit-adam"} and result["work"]["forward"] > 0
@@ -505,9 +503,9 @@ def with_another_batch() -> Any:
     ],
 )
 def test_work_that_cannot_be_measured_is_one_message(function: str, message: str, capsys: Printed) -> None:
-    assert main(["--model", f"test_cost:{function}", "--repeats", "1", "--device", "cpu", *HOSTS]) == 2
+    assert main(["--model", f"advisor.test_cost:{function}", "--repeats", "1", "--device", "cpu", *HOSTS]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith(f"advise: --model test_cost:{function}: {message}")
+    assert error.startswith(f"advise: --model advisor.test_cost:{function}: {message}")
     assert "Error: " not in error or f"{__file__}, line " in error
 
 
@@ -526,35 +524,3 @@ def test_quantities() -> None:
     assert [human_rate(of) for of in (1.25e10, 1.25e5, 12.0)] == ["100 Gbit/s", "1 Mbit/s", "96 bit/s"]
     assert [human_time(seconds) for seconds in (0.0, 5e-5, 9.996e-4)] == ["0.00 us", "50.0 us", "1.00 ms"]
     assert [human_time(seconds) for seconds in (0.6319, 0.9996, 19.6)] == ["632 ms", "1.00 s", "19.6 s"]
-
-
-def test_the_doctor_names_each_problem_with_its_cure() -> None:
-    versions = dict.fromkeys(doctor.PACKAGES, "1.0")
-    loads, kernels = Probe({"cuda": None, "gpus": [], "backends": ["gloo"]}), Probe({"native": "native (avx2)"})
-    adapters, torchvision = Probe({"ddp": "works", "fsdp": "works"}), Probe({})
-    others = adapters, torchvision, Probe({"mpi": True}), Probe({"size": 2, "sum": 3.0})
-    healthy = Facts(versions, loads, False, kernels, *others)
-    assert list(doctor.problems(healthy)) == []
-    assert dict(doctor.describe(healthy))["native kernels"] == "native (avx2)"
-    cases: dict[str, dict[str, Any]] = {
-        "another project of the name dgc": {"other_project": True},
-        "PyTorch does not load: no": {"torch": Probe(error="no")},
-        "plain PyTorch takes their place: not built": {"kernels": Probe(error="a\nnot built")},
-        "dgc.fsdp does not load: too old": {"adapters": Probe({"ddp": "works", "fsdp": "too old"})},
-        "Lightning and transformers import: no nms": {"torchvision": Probe(error="a\nno nms")},
-        "Horovod does not load: undefined": {"horovod": Probe(error="undefined")},
-        "the adapters do not load: no answer after 90 s": {"adapters": Probe(error="no answer after 90 s")},
-        "two ranks under torchrun failed: no route": {"two_ranks": Probe(error="no route")},
-        "{'size': 1, 'sum': 1.0}": {"two_ranks": Probe({"size": 1, "sum": 1.0})},
-    }
-    for problem, change in cases.items():
-        with case(problem):
-            ((said, cure),) = doctor.problems(replace(healthy, **change))
-            assert problem in said and cure
-
-
-@pytest.mark.proof  # ten seconds of processes
-def test_the_doctor_examines_this_environment(capsys: Printed) -> None:
-    assert doctor.main() == 0
-    out = capsys.readouterr().out
-    assert "2 ranks over torch  work" in out and "dgc.fsdp            works" in out and "no problems found" in out
