@@ -13,7 +13,7 @@ from environment import REPOSITORY
 COMMANDS = (
     "dgc/advise.py",
     "dgc/doctor.py",
-    "scripts/advise/__main__.py",
+    "scripts/advise.py",
     "scripts/plot.py",
     "scripts/report.py",
     "train.py",

@@ -28,11 +28,11 @@ import torch
 from torch import Tensor, nn
 
 import dgc.kernels as kernels
-from dgc.advisor.arguments import add_network, asked, check_network
-from dgc.advisor.candidates import measure_all
+from dgc.advisor.arguments import add_network, check_network
+from dgc.advisor.candidates import Candidate
 from dgc.advisor.cluster import Cluster, cluster_on_paper, load_average
 from dgc.advisor.cost.collectives import measure_network
-from dgc.advisor.methods import FAMILIES, METHODS, NAMES, builder, unfit
+from dgc.advisor.methods import FAMILIES, METHODS, NAMES, Method, builder, unfit
 from dgc.advisor.paper import (
     VALID_PARAMETERS,
     VALID_STEP,
@@ -41,7 +41,7 @@ from dgc.advisor.paper import (
     shape_of,
     workload_on_paper,
 )
-from dgc.advisor.study import Options, report
+from dgc.advisor.study import Subject, compare, progress_of
 from dgc.advisor.workload import LossOf, Passes, Workload, WorkloadError, measure_workload
 from dgc.comm import Transport
 from dgc.comm.connect import connect
@@ -216,27 +216,10 @@ def advise(
 ) -> None:
     """Measures what is not given, predicts all methods, and prints the result. Collective."""
 
-    def progress(name: str, number: int, count: int) -> None:
-        if cluster.prints and on_paper is None:
-            print(f"advise: measuring {name} ({number} of {count})", file=sys.stderr, flush=True)
-
     transport = cluster.transport
-    methods = asked(args, METHODS)
-    family = FAMILIES[args.optimizer]
-    refused = {of.name: reason for of in methods if (reason := unfit(of, args.optimizer, family))}
-    fit = [method for method in methods if method.name not in refused]
-    by_name = {method.name: method for method in METHODS}
-    heading = []
     if on_paper is not None:
         shape, seconds = on_paper
         workload = workload_on_paper(shape, seconds, device)
-        candidates = []
-        for method in fit:
-            try:
-                ranks = transport.size, transport.local_size
-                candidates.append(candidate_on_paper(method, args.optimizer, shape, workload, *ranks))
-            except ValueError as error:
-                refused[method.name] = str(error)
         heading = [
             f"model      {shape.parameters:,} parameters, taken for a Transformer of {shape.layers} layers of "
             f"width {shape.width}, with {args.optimizer}",
@@ -245,38 +228,29 @@ def advise(
     else:
         assert make is not None
         with errors_of(args.model):
-            workload = own_workload(make, device, args.repeats, progress)
+            workload = own_workload(make, device, args.repeats, progress_of(cluster))
         workload = workload.slowest(transport)
-        candidates, unbuilt = measure_all(
-            fit,
-            lambda method: builder(method, args.optimizer, workload.gradients[0]),
-            workload,
-            transport,
-            args.repeats,
-            progress,
-        )
-        refused |= unbuilt
         count = sum(p.numel() for p in workload.model.parameters())
         heading = [
             f"model      {count:,} parameters on {device.type}, {kernels.describe(device)}, with {args.optimizer}",
             workload.described,
         ]
-    report(
-        candidates,
-        refused,
-        lambda name: builder(by_name[name], args.optimizer, workload.gradients[0]),
-        workload,
-        cluster,
-        device,
-        heading,
-        lambda words: words[0],
-        Options(
-            args.verify,
-            args.verify_all,
-            args.json,
-            alike=1.0 if on_paper is None else ALIKE_ON_PAPER,
-            family=family,
-        ),
-        0.0 if on_paper is not None else busy,  # on paper nothing is measured
-        {"parameters": args.parameters, "model": args.model, "optimizer": args.optimizer},
+
+    def predicted(method: Method) -> Candidate:
+        ranks = transport.size, transport.local_size
+        return candidate_on_paper(method, args.optimizer, shape, workload, *ranks)
+
+    family = FAMILIES[args.optimizer]
+    subject = Subject(
+        workload=workload,
+        methods=METHODS,
+        unfit=lambda method: unfit(method, args.optimizer, family),
+        build_of=lambda method: builder(method, args.optimizer, workload.gradients[0]),
+        heading=heading,
+        usage=lambda words: words[0],
+        family=family,
+        labels={"parameters": args.parameters, "model": args.model, "optimizer": args.optimizer},
+        on_paper=None if on_paper is None else predicted,
+        alike=1.0 if on_paper is None else ALIKE_ON_PAPER,
     )
+    compare(subject, args, cluster, device, 0.0 if on_paper is not None else busy)  # on paper nothing is measured

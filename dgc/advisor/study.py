@@ -1,9 +1,10 @@
 """The advisor's report: predictions for all methods, the recommendation, and measured steps beside them."""
 
 import json
+import sys
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,11 +21,12 @@ from dgc.advisor.advice import (
     format_table,
     tabulate,
 )
-from dgc.advisor.candidates import Candidate
+from dgc.advisor.arguments import asked
+from dgc.advisor.candidates import Candidate, measure_all
 from dgc.advisor.cluster import Cluster, describe, describe_load
-from dgc.advisor.methods import UNCOMPRESSED, Build
+from dgc.advisor.methods import UNCOMPRESSED, Build, Method
 from dgc.advisor.verification import chosen, format_verification, verify
-from dgc.advisor.workload import Workload
+from dgc.advisor.workload import Progress, Workload
 from dgc.units import human_time
 
 WARNING = (
@@ -35,76 +37,122 @@ Draw = Callable[[Sequence[Candidate], Candidate, Work], None]
 
 
 @dataclass(frozen=True)
-class Options:
-    """What a report is asked for.
+class Subject:
+    """What the advisor is asked about.
 
     Attributes:
-        verify: Steps of the best methods that are measured on the ranks. None: none.
-        verify_all: Whether these are steps of all methods.
-        json: File for all numbers.
-        draw: Draws step times against bandwidth, given the best methods, the one without compression and the work.
-        alike: As in `advise`.
+        workload: The model, its gradients and the seconds of a step without communication.
+        methods: What can be compared.
+        unfit: Why a method does not go with the optimizer. None: it does.
+        build_of: Makes the optimizer of a method.
+        heading: Lines about the model.
+        usage: How to ask for a method, given its `usage`.
         family: As in `tabulate`.
+        labels: What else the JSON file has.
+        draw: Draws step times against bandwidth, given the best methods, the one without compression and the work.
+        on_paper: Makes the candidate of a method without a measurement. None: it is measured.
+        alike: As in `advise`.
     """
 
-    verify: int | None = None
-    verify_all: bool = False
-    json: Path | None = None
+    workload: Workload
+    methods: Sequence[Method]
+    unfit: Callable[[Method], str | None]
+    build_of: Callable[[Method], Build]
+    heading: Sequence[str]
+    usage: Callable[[Sequence[str]], str]
+    family: str
+    labels: dict[str, Any]
     draw: Draw | None = None
+    on_paper: Callable[[Method], Candidate] | None = None
     alike: float = 1.0
-    family: str = "sgd"
+
+
+def progress_of(cluster: Cluster) -> Progress:
+    """Prints what is measured, on the rank that prints the result."""
+
+    def progress(name: str, number: int, count: int) -> None:
+        if cluster.prints:
+            print(f"advise: measuring {name} ({number} of {count})", file=sys.stderr, flush=True)
+
+    return progress
+
+
+def compare(subject: Subject, args: Namespace, cluster: Cluster, device: torch.device, busy: float) -> None:
+    """Measures or predicts what each method does, and prints the report. Collective.
+
+    Args:
+        subject: What the advisor is asked about.
+        args: The options of `add_network`.
+        cluster: The ranks.
+        device: Device of the model.
+        busy: Load average of this machine before the measurements.
+    """
+    methods = asked(args, subject.methods)
+    refused = {method.name: reason for method in methods if (reason := subject.unfit(method)) is not None}
+    fit = [method for method in methods if method.name not in refused]
+    if subject.on_paper is None:
+        progress = progress_of(cluster)
+        candidates, unbuilt = measure_all(
+            fit, subject.build_of, subject.workload, cluster.transport, args.repeats, progress
+        )
+        refused |= unbuilt
+    else:
+        candidates = []
+        for method in fit:
+            try:
+                candidates.append(subject.on_paper(method))
+            except ValueError as error:
+                refused[method.name] = str(error)
+    report(subject, candidates, refused, args, cluster, device, busy)
 
 
 def report(
+    subject: Subject,
     candidates: Sequence[Candidate],
     refused: dict[str, str],
-    build_of: Callable[[str], Build],
-    workload: Workload,
+    args: Namespace,
     cluster: Cluster,
     device: torch.device,
-    heading: Sequence[str],
-    usage: Callable[[Sequence[str]], str],
-    options: Options,
     busy: float,
-    labels: dict[str, Any],
 ) -> None:
     """Predicts, verifies and prints. Collective.
 
     Args:
+        subject: What the advisor is asked about.
         candidates: The methods, with what they send and compute.
         refused: Those that are left out, each with its reason.
-        build_of: Makes the optimizer of a method, by its name.
-        workload: The model, its gradients and the seconds of a step without communication.
+        args: The options of `add_network`: steps to verify with, and the file for all numbers.
         cluster: The ranks.
         device: Device of the model.
-        heading: Lines about the model.
-        usage: How to ask for a method, given its `usage`.
-        options: What else is asked for.
         busy: Load average of this machine before the measurements.
-        labels: What else the JSON file has.
 
     Raises:
         ValueError: No method without compression could be built.
     """
+    workload, usage = subject.workload, subject.usage
     transport, network = cluster.transport, cluster.network
     if not any(candidate.method.name in UNCOMPRESSED for candidate in candidates):
         raise ValueError(f"the experiment cannot be built: {'; '.join(refused.values())}")
+    by_name = {of.method.name: of for of in candidates}
     work = Work(workload.forward, workload.backward)
-    rows = tabulate(candidates, network, work, options.family)
-    advice = advise(rows, work, options.alike)
-    compared = chosen(rows, options.verify_all)
+    rows = tabulate(candidates, network, work, subject.family)
+    advice = advise(rows, work, subject.alike)
+    compared = chosen(rows, args.verify_all)
     measured: dict[str, float] = {}
-    if options.verify is not None:
-        measured = verify(compared, lambda row: build_of(row.name), workload, transport, device, options.verify)
+    if args.verify is not None:
+
+        def build_of(row: Row) -> Build:
+            return subject.build_of(by_name[row.name].method)
+
+        measured = verify(compared, build_of, workload, transport, device, args.verify)
     if not cluster.prints:
         return
-    for line in [*describe_load(busy), *heading]:
+    for line in [*describe_load(busy), *subject.heading]:
         print(line)
     print(f"network    {describe(cluster)}\n\n{format_table(rows)}")
     for name, reason in refused.items():
         print(f"{name:<19} left out: {reason}")
     print(f"\n{sentence(advice, rows, usage)}\n{WARNING}")
-    by_name = {of.method.name: of for of in candidates}
     plain = by_name.get("fp16", by_name[compared[0].name])
     names = [row.name for row in chosen(rows)[1:]]
     if advice.compress and advice.method not in names:
@@ -113,11 +161,11 @@ def report(
         print(describe_crossings(best, plain, network, work))
     if measured:
         print(f"\n{format_verification(compared, work, measured)}")
-    if options.draw is not None:
-        options.draw(best, plain, work)
-    if options.json is not None:
-        result = {**labels, "ranks": transport.size, "left_out": refused, "measured": measured}
-        options.json.write_text(json.dumps(result | as_json(rows, advice, network, work), indent=1) + "\n")
+    if subject.draw is not None:
+        subject.draw(best, plain, work)
+    if args.json is not None:
+        result = {**subject.labels, "ranks": transport.size, "left_out": refused, "measured": measured}
+        args.json.write_text(json.dumps(result | as_json(rows, advice, network, work), indent=1) + "\n")
 
 
 def sentence(advice: Advice, rows: Sequence[Row], usage: Callable[[Sequence[str]], str]) -> str:

@@ -27,11 +27,17 @@ from dgc.advisor.workload import Workload
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.requests import Group
 from dgc_training.config import ConfigError, load
-from scripts.advise.__main__ import main
-from scripts.advise.arguments import check_arguments, parse_arguments
-from scripts.advise.drawing import draw
-from scripts.advise.methods import METHODS, builder, unfit
-from scripts.advise.workload import measure_workload, under_autocast
+from scripts.advise import (
+    METHODS,
+    builder,
+    check_arguments,
+    draw,
+    main,
+    measure_workload,
+    parse_arguments,
+    under_autocast,
+    unfit,
+)
 
 pytestmark = pytest.mark.usefixtures("no_type_checks", "small_caches")
 Patch = pytest.MonkeyPatch
@@ -327,7 +333,7 @@ def test_machines_on_paper(monkeypatch: Patch, capsys: Printed) -> None:
     # one process stands for each rank of a machine, with its share of the cores
     used, few = Mock(), ["--configs.data.num_threads_per_worker", "8", "--configs.data.num_workers", "0"]
     monkeypatch.setattr("torch.set_num_threads", used)
-    monkeypatch.setattr("scripts.advise.__main__.measure_workload", Mock(side_effect=ConfigError("enough")))
+    monkeypatch.setattr("scripts.advise.measure_workload", Mock(side_effect=ConfigError("enough")))
     monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(6)))
     for ranks in ("1", "2", "12"):
         assert main(words("--ranks-per-host", ranks, *few)) == 2
