@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import Table, options, print_json
+from benchmarks._harness import Table, options, print_json
 from dgc import gossip
 from dgc.gossip import Topology, TopologyError, uniform
 from dgc.gossip.topology import mixing_matrix

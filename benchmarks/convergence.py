@@ -32,9 +32,9 @@ from typing import Any
 
 import torch
 
+from benchmarks._harness import Table, options, print_json
+from benchmarks._runs import TASKS, Task, about, add_runs, simulate, start, summary_of, to_train
 from benchmarks.figures import axes_of, write
-from benchmarks.harness import Table, options, print_json
-from benchmarks.runs import TASKS, Task, about, add_runs, simulate, start, summary_of, to_train
 from dgc_training.faults.interruption import EXIT_SAVED
 from scripts.launch import usable_cores
 

@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.harness import Table, in_turns, middle, options, print_json, ratio
-from benchmarks.launches import begin, connected, run_ranks
+from benchmarks._harness import Table, in_turns, middle, options, print_json, ratio
+from benchmarks._launches import begin, connected, run_ranks
 from dgc.comm import Transport, all_reduce
 from dgc.compression import DGCCompressor, FP16Compressor, PowerSGDCompressor
 from dgc.ddp import compress

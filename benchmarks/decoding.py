@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import dgc.kernels as kernels
-from benchmarks.harness import Table, in_turns, middle, options, print_json, ratio
+from benchmarks._harness import Table, in_turns, middle, options, print_json, ratio
 from benchmarks.step_overhead import Gradients, plan_buckets, resnet50
 from dgc.core.bucket import Bucket, Segment
 from dgc.core.protocol import SparseResult

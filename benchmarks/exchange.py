@@ -28,10 +28,10 @@ import torch
 
 import dgc.kernels as kernels
 import dgc_datasets.torchvision_compat  # noqa: F401  (before torchvision)
-from benchmarks.harness import add_methods, in_turns, options, print_json
-from benchmarks.laboratory import Laboratory
-from benchmarks.launches import add_options, begin, connected, on_networks, portions, run_methods
-from benchmarks.step_times import Row, add_network, measured, merged, print_table
+from benchmarks._harness import add_methods, in_turns, options, print_json
+from benchmarks._laboratory import Laboratory
+from benchmarks._launches import add_options, begin, connected, on_networks, portions, run_methods
+from benchmarks._step_times import Row, add_network, measured, merged, print_table
 from dgc.comm import Transport
 from dgc.comm.meter import TrafficMeter, all_reduce_wire_bytes
 from dgc.comm.requests import Conversation

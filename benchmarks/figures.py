@@ -17,7 +17,7 @@ from typing import Any
 
 import matplotlib
 
-from benchmarks.harness import options
+from benchmarks._harness import options
 
 TAKES = "5 s"
 OPPONENTS = ("fp16", "bf16", "horovod-fp16", "ddp-fp16")

@@ -22,8 +22,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import options, print_json
-from benchmarks.stand_ins import patch_builtin, provide_jaxtyping
+from benchmarks._harness import options, print_json
+from benchmarks._stand_ins import patch_builtin, provide_jaxtyping
 
 TAKES = "10 min of a GPU, or 2 min with --dry-run"
 PAGE = Path(__file__).parents[1] / "docs" / "gpu.md"
@@ -84,7 +84,7 @@ def main(words: Iterable[str] | None = None) -> int:
     versions = {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__}
     print(f"GPU: {name}; " + ", ".join(f"{key} {value}" for key, value in versions.items()), flush=True)
 
-    from benchmarks import gpu_steps as steps
+    from benchmarks import _gpu_steps as steps
 
     if args.launches:
         found = {"launches": steps.print_launches(device), "bytes": steps.print_bytes()}
@@ -118,8 +118,8 @@ def main(words: Iterable[str] | None = None) -> int:
 if __name__ == "__main__":
     if "as-a-rank" in sys.argv:
         provide_jaxtyping()
-        from benchmarks.gpu_steps import work
-        from benchmarks.launches import begin
+        from benchmarks._gpu_steps import work
+        from benchmarks._launches import begin
 
         begin(work, main)
     else:

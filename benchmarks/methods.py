@@ -46,9 +46,9 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 import dgc.kernels as kernels
+from benchmarks._harness import Table, add_methods, in_turns, middle, options, print_json, ratio
 from benchmarks.exchange import parameters_of as parameters_of_torchvision
-from benchmarks.harness import Table, add_methods, in_turns, middle, options, print_json, ratio
-from benchmarks.step_methods import Eager, Stateful
+from benchmarks.step_overhead import Eager, Stateful
 from dgc.advisor.cost import AlikeRanks
 from dgc.comm.meter import all_reduce_wire_bytes, bytes_of
 from dgc.comm.requests import next_requests

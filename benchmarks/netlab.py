@@ -7,9 +7,9 @@ The rate that a TCP connection reaches is measured and printed before the comman
 
 import sys
 
-from benchmarks.harness import options, print_json
-from benchmarks.laboratory import Laboratory, LaboratoryError
-from benchmarks.launches import LAUNCHERS, measure, ranks_per_host, start
+from benchmarks._harness import options, print_json
+from benchmarks._laboratory import Laboratory, LaboratoryError
+from benchmarks._launches import LAUNCHERS, measure, ranks_per_host, start
 
 TAKES = "3 s beside the script"
 

@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import Table, options, print_json
-from benchmarks.laboratory import Laboratory
-from benchmarks.launches import LAUNCHERS, add_options, begin, connected, on_networks, run_ranks
+from benchmarks._harness import Table, options, print_json
+from benchmarks._laboratory import Laboratory
+from benchmarks._launches import LAUNCHERS, add_options, begin, connected, on_networks, run_ranks
 from benchmarks.train_step import CONTEXT, Work, make_work
 from dgc.comm import Transport, all_gather_object, barrier
 from dgc.optim import DistributedOptimizer, LocalOptimizer

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks._harness import Table, options, print_json
 from benchmarks.exchange import parameters_of
-from benchmarks.harness import Table, options, print_json
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import Route, Rule
 from dgc.engine.buckets import keep_states, plan_buckets

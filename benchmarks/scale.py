@@ -17,9 +17,9 @@ from pathlib import Path
 
 import torch
 
+from benchmarks._harness import Table, add_methods, options, print_json
 from benchmarks.exchange import MODELS, parameters_of
 from benchmarks.figures import axes_of, write
-from benchmarks.harness import Table, add_methods, options, print_json
 from dgc.advisor.cost import Compute, Network, fit_computing, predict, record_steps, typical
 from dgc.advisor.cost.computing import Planned, evict_caches
 from dgc.compression import Route, Rule

@@ -27,10 +27,9 @@ import torch
 from torch import Tensor
 
 import dgc.kernels as kernels
-from benchmarks.harness import Table, middle, options, print_json, ratio
-from benchmarks.recordings import MOMENTUM, Gradients, Recording, record, small_images
-from benchmarks.step_methods import Layout, Ours, Step, TopK, floors
-from benchmarks.step_overhead import measure
+from benchmarks._harness import Table, middle, options, print_json, ratio
+from benchmarks._recordings import MOMENTUM, Gradients, Recording, record, small_images
+from benchmarks.step_overhead import Layout, Ours, Step, TopK, floors, measure
 from dgc.kernels import Budget, Moments, PassInputs, Prediction, SelectionKernels, SparseVector, Tail, TopKResult
 from dgc.sparse.payloads import CastValues, PlainIndices, SparseFormat
 from dgc.sparse.selectors import Plan, Predicted

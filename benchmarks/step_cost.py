@@ -29,8 +29,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.harness import Table, in_turns, options, print_json
-from benchmarks.launches import begin, run_ranks
+from benchmarks._harness import Table, in_turns, options, print_json
+from benchmarks._launches import begin, run_ranks
 from dgc.comm import Transport, all_reduce
 from dgc.comm.connect import default_transport
 from dgc.ddp import compress

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import Table, options, print_json
-from benchmarks.launches import begin, connected, run_ranks
+from benchmarks._harness import Table, options, print_json
+from benchmarks._launches import begin, connected, run_ranks
 from dgc.comm import Transport, all_gather_object, barrier
 from dgc.optim import DistributedOptimizer, LocalOptimizer, Wrapper
 from scripts.methods import build

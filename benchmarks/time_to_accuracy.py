@@ -22,11 +22,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks._harness import Table, options, print_json
+from benchmarks._laboratory import Laboratory, LaboratoryError, parse_rate
+from benchmarks._launches import measure, start
+from benchmarks._runs import TASKS, Task, about, add_runs, simulate, to_train
 from benchmarks.figures import axes_of, write
-from benchmarks.harness import Table, options, print_json
-from benchmarks.laboratory import Laboratory, LaboratoryError, parse_rate
-from benchmarks.launches import measure, start
-from benchmarks.runs import TASKS, Task, about, add_runs, simulate, to_train
 from scripts.plot import read
 
 TAKES = "7 min with 50 Mbit/s, or 20 min with pysource"

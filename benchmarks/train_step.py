@@ -50,12 +50,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import dgc_datasets.torchvision_compat  # noqa: F401  (before torchvision)
+from benchmarks._harness import add_methods, in_turns, options, print_json
+from benchmarks._laboratory import Laboratory
+from benchmarks._launches import add_options, begin, connected, on_networks, portions, run_methods
+from benchmarks._step_times import Row, add_network, measured, merged, print_table
 from benchmarks.ddp_step import TorchPowerSGD, torch_bf16, torch_fp16
 from benchmarks.exchange import GOSSIP, GRADIENTS, HOROVOD, compressor
-from benchmarks.harness import add_methods, in_turns, options, print_json
-from benchmarks.laboratory import Laboratory
-from benchmarks.launches import add_options, begin, connected, on_networks, portions, run_methods
-from benchmarks.step_times import Row, add_network, measured, merged, print_table
 from dgc.comm import AllGather, AllToAll, ReduceScatter, Transport
 from dgc.comm.meter import TrafficMeter
 from dgc.ddp import compress

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.harness import Table, options, print_json
-from benchmarks.recordings import Learner, endless
+from benchmarks._harness import Table, options, print_json
+from benchmarks._recordings import Learner, endless
 from dgc.kernels import Budget, SparseVector
 from dgc.kernels.codec import HEADER_BYTES
 from dgc.kernels.native import NativeCodec

@@ -16,12 +16,13 @@ from torch import Tensor
 
 import benchmarks
 import dgc.kernels as kernels
-from benchmarks import decoding, harness, outer_speed, scale, selectors
+from benchmarks import _harness as harness
+from benchmarks import decoding, outer_speed, scale, selectors
 from benchmarks.__main__ import main as print_list
+from benchmarks._recordings import MOMENTUM, Gradients, Learner, Recording
+from benchmarks._runs import TASKS, WITH_ADAM, Task, simulate, summary_of, to_train
 from benchmarks.convergence import draw, main, report, rows_of
 from benchmarks.methods import Method, measure, parameters_of
-from benchmarks.recordings import MOMENTUM, Gradients, Learner, Recording
-from benchmarks.runs import TASKS, WITH_ADAM, Task, simulate, summary_of, to_train
 from benchmarks.selectors import Counts, SelectorStep, count_step, counting, fit_tensors
 from benchmarks.train_step import Work
 from dgc.comm import Transport
@@ -90,8 +91,8 @@ def test_what_benchmarks_print(capsys: Printed) -> None:
     harness.print_json({"a": [math.nan, 1, {"b": -math.inf, "c": "x", "d": None}]})
     found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert found == {"a": [None, 1, {"b": None, "c": "x", "d": None}]}
-    # throughput.py needs nothing but Python's own library, and has no NaN
-    assert files_with("json.dump") == ["harness", "throughput"]
+    # _throughput.py needs nothing but Python's own library, and has no NaN
+    assert files_with("json.dump") == ["_harness", "_throughput"]
     # a table has aligned columns and keeps its rows
     columns = [("ms", "median ms", "10.2f"), ("n", "sent", "8,d"), ("share", "share", "7.1%")]
     table = harness.Table("method", 8, columns)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from benchmarks.gpu_steps import FREE, Whole, same_bits
+from benchmarks._gpu_steps import FREE, Whole, same_bits
 from dgc import kernels
 from dgc.comm.requests import next_requests
 from dgc.compression import DGCCompressor, SparseCompressor

@@ -22,7 +22,7 @@ from kernels.test_triton_codec import selection_of
 from kernels.waits import watching
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.gpu_steps import Launches
+from benchmarks._gpu_steps import Launches
 from dgc.kernels.selection import TOO_LARGE, PassInputs, SparseVector
 from dgc.kernels.triton_quantize import TritonQuantizers
 from dgc.kernels.triton_selection import TritonSelection

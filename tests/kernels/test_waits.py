@@ -16,9 +16,8 @@ from kernels.interpreter import interpreter as interpreter
 from kernels.waits import watching
 from triton.runtime.interpreter import InterpreterBuilder
 
-from benchmarks.gpu_steps import COUNTED, DGC_BYTES, FORMATS, bytes_of_dgc, launches_of
-from benchmarks.step_methods import Ours
-from benchmarks.step_overhead import plan_buckets, resnet50
+from benchmarks._gpu_steps import COUNTED, DGC_BYTES, FORMATS, bytes_of_dgc, launches_of
+from benchmarks.step_overhead import Ours, plan_buckets, resnet50
 from dgc import compression, contrib, kernels
 from dgc.comm.requests import AllGather, AllToAll, next_requests
 from dgc.core.bucket import Bucket, lay_out
@@ -131,7 +130,7 @@ def test_powersgd_reads_once_at_the_end_of_a_step(settings: dict[str, Any]) -> N
 
 def counts(make: Any, shapes: Any, ranks: int, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Kernels and PyTorch's operations, until the payload and from then on."""
-    monkeypatch.setattr("benchmarks.gpu_steps.COUNTED_SHAPES", shapes)
+    monkeypatch.setattr("benchmarks._gpu_steps.COUNTED_SHAPES", shapes)
     return [(own.kernels, own.operations) for own in launches_of(make, ranks, torch.device(DEVICE))]
 
 

@@ -14,8 +14,8 @@ import pytest
 from environment import REPOSITORY, patient, slowness
 from parallel.processes import run_together
 
-from benchmarks.laboratory import LINK, LOCKS, Laboratory, LaboratoryError, address, check_machine
-from benchmarks.launches import measure
+from benchmarks._laboratory import LINK, LOCKS, Laboratory, LaboratoryError, address, check_machine
+from benchmarks._launches import measure
 
 NETLAB = [sys.executable, "-m", "benchmarks.netlab"]
 MBIT = 1e6
@@ -43,7 +43,7 @@ def exists(pid: int) -> tuple[int, int, bool]:
 
 
 def throughput(laboratory: Laboratory, pairs: list[tuple[int, int]], nbytes: int) -> float:
-    commands, program = [], [sys.executable, "-I", str(REPOSITORY / "benchmarks/throughput.py")]
+    commands, program = [], [sys.executable, "-I", str(REPOSITORY / "benchmarks/_throughput.py")]
     for port, (sender, receiver) in enumerate(pairs, 29600):
         commands.append(laboratory.inside(receiver, [*program, "receive", str(port)]))
         commands.append(laboratory.inside(sender, [*program, "send", address(receiver), str(port), str(nbytes)]))
@@ -109,7 +109,7 @@ def test_what_a_killed_laboratory_leaves_is_removed_by_the_next() -> None:
         killed.send_signal(signal.SIGKILL)
         killed.wait()  # its ranks keep its output open
         assert exists(killed.pid) == (3, 0, True)
-        script = "from benchmarks.laboratory import Laboratory\nwith Laboratory(2, '1gbit'): pass"
+        script = "from benchmarks._laboratory import Laboratory\nwith Laboratory(2, '1gbit'): pass"
         subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, check=True, timeout=patient(60))
         assert exists(killed.pid) == (0, 0, False)
         assert exists(os.getpid()) == (3, 0, True), "a laboratory that is in use"
@@ -119,7 +119,7 @@ def test_what_a_killed_laboratory_leaves_is_removed_by_the_next() -> None:
 
 
 def test_sigterm_removes_the_hosts_and_ends_what_runs_in_them() -> None:
-    script = "from benchmarks.laboratory import Laboratory\nwith Laboratory(2, '1gbit') as own:\n"
+    script = "from benchmarks._laboratory import Laboratory\nwith Laboratory(2, '1gbit') as own:\n"
     script += "    own.run(['sh', '-c', 'sleep 600; true'], host=1)"
     words = [sys.executable, "-c", script]
     with subprocess.Popen(words, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True) as process:

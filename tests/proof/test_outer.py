@@ -17,7 +17,7 @@ from parallel.processes import send
 from simulated import latest_of, summary_of
 from states import assert_equal
 
-from benchmarks.runs import simulate
+from benchmarks._runs import simulate
 from dgc.comm.lockstep import LockstepWorld
 from dgc_training.checkpoint.files import Checkpoints
 from dgc_training.checkpoint.reading import read_tensors

@@ -1,7 +1,7 @@
 """Measures what a link reaches: the rate of one TCP connection, and the time of a round trip.
 
-    python -I benchmarks/throughput.py receive PORT
-    python -I benchmarks/throughput.py send ADDRESS PORT BYTES
+    python -I benchmarks/_throughput.py receive PORT
+    python -I benchmarks/_throughput.py send ADDRESS PORT BYTES
 
 The sender prints one line of JSON; `start` and `end` are seconds of a clock that all hosts of a laboratory share.
 Needs nothing but Python's own library, so that it starts at once.

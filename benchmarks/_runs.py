@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import train
-from benchmarks.harness import add_methods, to_json
+from benchmarks._harness import add_methods, to_json
 from dgc.comm.lockstep import LockstepWorld
 from dgc_training.config import load
 from dgc_training.startup.arguments import parse_arguments

@@ -13,8 +13,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.harness import to_json
-from benchmarks.laboratory import INTERFACE, NETWORK, Laboratory, LaboratoryError, address
+from benchmarks._harness import to_json
+from benchmarks._laboratory import INTERFACE, NETWORK, Laboratory, LaboratoryError, address
 from dgc.comm import Transport
 from scripts.launch import environment, mpirun, torchrun, usable_cores
 
@@ -164,7 +164,7 @@ class Link(NamedTuple):
 def measure(laboratory: Laboratory, seconds: float = 0.5) -> Link:
     """Measure the link from host 0 to host 1, for about `seconds`. Raises LaboratoryError if nothing arrives."""
     # isolated: this folder has modules with names of Python's own library
-    program = [sys.executable, "-I", str(Path(__file__).with_name("throughput.py"))]
+    program = [sys.executable, "-I", str(Path(__file__).with_name("_throughput.py"))]
     nbytes = max(1 << 18, int(laboratory.bits_per_second / 8 * seconds))
     receiver = subprocess.Popen(laboratory.inside(1, [*program, "receive", str(PORT)]))
     try:

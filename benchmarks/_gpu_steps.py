@@ -27,11 +27,11 @@ from torch.utils._pytree import tree_leaves
 
 import dgc.kernels as kernels
 from benchmarks import step_overhead
+from benchmarks._harness import Table, in_turns, middle, ratio
+from benchmarks._launches import run_ranks
+from benchmarks._stand_ins import cases, load_tests
 from benchmarks.ddp_step import whole_steps
-from benchmarks.harness import Table, in_turns, middle, ratio
-from benchmarks.launches import run_ranks
-from benchmarks.stand_ins import cases, load_tests
-from benchmarks.step_methods import Copy, Ours, Pass, Step, TopK
+from benchmarks.step_overhead import Copy, Ours, Pass, Step, TopK
 from dgc import comm, compression
 from dgc.comm import RunningConversation, TrafficMeter, Transport, all_gather_object
 from dgc.comm.lockstep import LockstepWorld

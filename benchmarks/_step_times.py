@@ -6,9 +6,9 @@ from statistics import mean, median
 from time import perf_counter
 from typing import Any
 
-from benchmarks.harness import Table
-from benchmarks.laboratory import sent
-from benchmarks.launches import Link
+from benchmarks._harness import Table
+from benchmarks._laboratory import sent
+from benchmarks._launches import Link
 from dgc.comm import Transport, all_gather_object, barrier
 from dgc.comm.meter import PHASES, TrafficMeter
 
