@@ -43,7 +43,7 @@ from dgc.core.protocol import Compressor, Result, SparseResult
 from dgc.engine.loop import SideStream
 from dgc.engine.state import BucketStates
 from dgc.kernels import Merged, SparseVector
-from dgc.kernels.triton_tables import Launcher, bytes_moved
+from dgc.kernels.launch import Launcher, bytes_moved
 from dgc.memory import DGCSGDMemory, ResidualMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
 from dgc.sparse.cuda_graphs import SWITCH, StepGraph
@@ -284,7 +284,7 @@ class Launches(TorchDispatchMode):
     """Counts kernels of this library, and operations of PyTorch that launch some of their own.
 
     Triton's interpreter uses PyTorch for itself. That is not counted. With tensors of the device "meta" no kernel
-    runs, and `moved` has the bytes that are read and written, by kernel (`dgc.kernels.triton_tables.moves`) or
+    runs, and `moved` has the bytes that are read and written, by kernel (`dgc.kernels.launch.moves`) or
     operation.
     """
 

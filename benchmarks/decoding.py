@@ -26,7 +26,7 @@ from benchmarks.step_overhead import Gradients, plan_buckets, resnet50
 from dgc.core.bucket import Bucket, Segment
 from dgc.core.protocol import SparseResult
 from dgc.kernels import SparseVector
-from dgc.kernels.native import NativeMeanDecoder
+from dgc.kernels.payload.native import NativeMeanDecoder
 from dgc.sparse.compressor import INDICES, VALUES
 from dgc.sparse.payloads import SparseFormat
 from dgc.sparse.payloads.payload import PayloadPlan

@@ -22,8 +22,8 @@ from torch import nn
 from benchmarks._harness import Table, options, print_json
 from benchmarks._recordings import Learner, endless
 from dgc.kernels import Budget, SparseVector
-from dgc.kernels.codec import HEADER_BYTES
-from dgc.kernels.native import NativeCodec
+from dgc.kernels.payload import HEADER_BYTES
+from dgc.kernels.payload.native import NativeCodec
 from dgc.sparse.compressor import INDICES, VALUES
 from dgc.sparse.payloads import SparseFormat
 from dgc.sparse.payloads.payload import PayloadPlan

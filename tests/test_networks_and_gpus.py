@@ -381,7 +381,7 @@ def test_laws_load_without_pytest_and_training_without_numpy() -> None:
         import torch, sys
         sys.modules["pytest"] = None
         from benchmarks._gpu_steps import laws
-        import dgc.kernels.triton_selection
+        import dgc.kernels.selection.triton
         assert len(list(laws(torch.device("cpu")))) > 60
     """
     training = """

@@ -1,6 +1,6 @@
 """Two-phase reduction in 8 or 4 bits, with error feedback in both directions.
 
-The blocks of a bucket (dgc.kernels.blocks) are divided into N chunks. Rank r of N also reduces chunk r:
+The blocks of a bucket (dgc.kernels.codes.blocks) are divided into N chunks. Rank r of N also reduces chunk r:
 
     rank i      v = g_i + e_i                       send chunk r of Q[v] to rank r     e_i = v - Q[v]
     rank r      z = sum over i of Q[v_i] + d_r      send Q[z] to all ranks             d_r = z - Q[z]
@@ -47,7 +47,7 @@ from dgc.core.error_feedback import accumulated
 from dgc.core.protocol import Compressor, DenseResult, Reduced, Vector, first_nonfinite_message
 from dgc.core.state import State, zeros
 from dgc.kernels import BlockCode
-from dgc.kernels.blocks import SIZES
+from dgc.kernels.codes.blocks import SIZES
 
 
 @dataclass(eq=False, kw_only=True)

@@ -2,7 +2,7 @@
 
     bytes 0-3    int32   number of elements of a sparse payload; else 0
     bytes 4-7    int32   number, from 1, of the first tensor with a non-finite gradient; 0 if all are finite
-    bytes 8-11   uint32  checksum of all other bytes (dgc.kernels.codec)
+    bytes 8-11   uint32  checksum of all other bytes (dgc.kernels.payload)
     bytes 12-15  fp32    scale of the values of a sparse payload; else 1
     bytes 16-19  fp32    ratio of the elements sent in this step, or the nominal ratio
     bytes 20-23  uint32  number of the form: crc32 of what must be the same on every rank
@@ -27,7 +27,7 @@ from torch import Tensor
 import dgc.kernels as kernels
 from dgc.comm.requests import AllGather, AllReduce, AllToAll, Conversation, Op, read
 from dgc.core.bucket import Bucket
-from dgc.kernels.codec import HEADER_BYTES, Terms
+from dgc.kernels.payload import HEADER_BYTES, Terms
 
 T = TypeVar("T")
 

@@ -190,7 +190,7 @@ def fraction_of(**ratio: float) -> float:
     ((name, value),) = ratio.items()
     if not 0 < value < inf:
         raise ValueError(f"{name} must be positive and finite, not {value}")
-    if 1 < value < CLEARLY_A_FACTOR:
+    if 1 < value < CLEARLY_A_FACTOR and value != 10:  # 10 percent are a tenth
         warnings.warn(
             f"{name}={value:g} is read as the factor saved: a share of {1 / value:.4g} is sent. Give that share, "
             f"{name}={1 / value:.4g}, if you mean it, and {name}={value / 100:g} for {value:g} percent",

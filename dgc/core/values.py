@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Float32, Int32, Int64, UInt8
 from torch import Tensor
 
 from dgc.core.arguments import checked
-from dgc.kernels.codec import CASTS, TABLES, Codec, Header, ValueKind
+from dgc.kernels.payload import CASTS, TABLES, Codec, Header, ValueKind
 from dgc.kernels.selection import SparseVector
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

@@ -11,9 +11,9 @@ For each parameter group of FSDP2, with N ranks,
                      mean               of the rows that have arrived, in fp32, in the order of ranks
     all-gather       w = Q8[shard]      of every shard, this rank's own one included
 
-Q rounds to blocks of 8 or 4 bits (dgc.kernels.blocks), and a block has elements of one parameter only. The sharded
-parameter is not rounded: the optimizer and checkpoints see it alone. e is kept on every rank for all elements, in
-blocks of 8 bits. Forward and backward gather the same bits, because rounding has no state.
+Q rounds to blocks of 8 or 4 bits (dgc.kernels.codes.blocks), and a block has elements of one parameter only. The
+sharded parameter is not rounded: the optimizer and checkpoints see it alone. e is kept on every rank for all
+elements, in blocks of 8 bits. Forward and backward gather the same bits, because rounding has no state.
 
 Every row of gradients has a header that says whether its rank has NaN or inf. All ranks have the headers of all
 others when backward ends, and drop the step together, without a further message. e changes at the end of backward.

@@ -17,7 +17,7 @@ import dgc.kernels as kernels
 from dgc.comm.requests import Conversation, Exchange, as_bytes, read
 from dgc.core.arguments import WHOLE, checked, require
 from dgc.core.envelope import Envelope, Unchecked, no_segments, sealed_bytes
-from dgc.kernels.codec import HEADER_BYTES, Terms
+from dgc.kernels.payload import HEADER_BYTES, Terms
 
 HALF_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 LEVELS = 127

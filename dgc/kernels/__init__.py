@@ -11,27 +11,21 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from dgc.kernels.blocks import BlockCode as BlockCode
-from dgc.kernels.blocks import Blocks as Blocks
-from dgc.kernels.codec import Codec as Codec
-from dgc.kernels.codec import MeanDecoder as MeanDecoder
-from dgc.kernels.elements import ElementCode as ElementCode
-from dgc.kernels.elements import ElementCoder as ElementCoder
-from dgc.kernels.elements import Form as Form
-from dgc.kernels.elements import Measured as Measured
-from dgc.kernels.elements import Scale as Scale
+from dgc.kernels.codes import Quantizers as Quantizers
+from dgc.kernels.codes.blocks import BlockCode as BlockCode
+from dgc.kernels.codes.blocks import Blocks as Blocks
+from dgc.kernels.codes.elements import ElementCode as ElementCode
+from dgc.kernels.codes.elements import ElementCoder as ElementCoder
+from dgc.kernels.codes.elements import Form as Form
+from dgc.kernels.codes.elements import Measured as Measured
+from dgc.kernels.codes.elements import Scale as Scale
+from dgc.kernels.codes.native import NativeBlocks, NativeElementCoder, NativeQuantizers
 from dgc.kernels.library import KernelsUnavailable as KernelsUnavailable
 from dgc.kernels.lowrank import LowRank as LowRank
-from dgc.kernels.native import (
-    NativeBlocks,
-    NativeCodec,
-    NativeElementCoder,
-    NativeLowRank,
-    NativeMeanDecoder,
-    NativeQuantizers,
-    NativeSelection,
-)
-from dgc.kernels.quantize import Quantizers as Quantizers
+from dgc.kernels.lowrank.native import NativeLowRank
+from dgc.kernels.payload import Codec as Codec
+from dgc.kernels.payload import MeanDecoder as MeanDecoder
+from dgc.kernels.payload.native import NativeCodec, NativeMeanDecoder
 from dgc.kernels.selection import Budget as Budget
 from dgc.kernels.selection import Merged as Merged
 from dgc.kernels.selection import Moments as Moments
@@ -42,6 +36,7 @@ from dgc.kernels.selection import SparseVector as SparseVector
 from dgc.kernels.selection import Tail as Tail
 from dgc.kernels.selection import TopKResult as TopKResult
 from dgc.kernels.selection import usable as usable
+from dgc.kernels.selection.native import NativeSelection
 from dgc.launch import started_by
 
 BACKENDS = ("auto", "reference", "native", "triton")
@@ -122,12 +117,12 @@ def _triton(device: str) -> Backend:
     if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise KernelsUnavailable("the triton kernels run on a GPU (on a CPU only with TRITON_INTERPRET=1)")
     try:
-        from dgc.kernels.triton_blocks import TritonBlocks
-        from dgc.kernels.triton_codec import TritonCodec, TritonMeanDecoder
-        from dgc.kernels.triton_elements import TritonElementCoder
-        from dgc.kernels.triton_lowrank import TritonLowRank
-        from dgc.kernels.triton_quantize import TritonQuantizers
-        from dgc.kernels.triton_selection import TritonSelection
+        from dgc.kernels.codes.triton import TritonQuantizers
+        from dgc.kernels.codes.triton_blocks import TritonBlocks
+        from dgc.kernels.codes.triton_elements import TritonElementCoder
+        from dgc.kernels.lowrank.triton import TritonLowRank
+        from dgc.kernels.payload.triton import TritonCodec, TritonMeanDecoder
+        from dgc.kernels.selection.triton import TritonSelection
     except ImportError as error:
         raise KernelsUnavailable(f"triton cannot be imported ({error}); install it: pip install triton") from error
     triton = TritonSelection()

@@ -1,4 +1,4 @@
-"""Builds the native kernels: all files in `dgc/kernels/cpp` become one shared library in this folder.
+"""Builds the native kernels: the C++ of all families, and what they share, become one library in this folder.
 
     python -m dgc.kernels.build
 
@@ -19,7 +19,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-SOURCES = Path(__file__).parent / "cpp"
+SOURCES = Path(__file__).parent
 LIBRARY = Path(__file__).parent / "libdgc_kernels.so"
 
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-pthread", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra")
@@ -47,10 +47,20 @@ def flags_of(source: Path) -> tuple[str, ...]:
     return FLAGS
 
 
+def sources() -> list[Path]:
+    """Return the files that the library is built from."""
+    return sorted([*SOURCES.rglob("*.cpp"), *SOURCES.rglob("*.h")])
+
+
+def include_flags() -> list[str]:
+    """Return the compiler flags by which a family includes the headers of another, and those of all."""
+    return [f"-I{folder}" for folder in [SOURCES, *sorted(SOURCES.glob("*/cpp"))]]
+
+
 def sources_digest() -> str:
     """Return a digest of the sources."""
     digest = hashlib.sha256()
-    for file in sorted(SOURCES.rglob("*.[ch]*")):
+    for file in sources():
         digest.update(str(file.relative_to(SOURCES)).encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()[:20]
 
@@ -98,11 +108,11 @@ def _build() -> bool:
     expected = stamp(sources_digest(), commands_digest())
     if LIBRARY.exists() and is_whole(LIBRARY) and expected.encode() in LIBRARY.read_bytes():
         return False
-    files = sorted(SOURCES.rglob("*.cpp"))
+    files = [file for file in sources() if file.suffix == ".cpp"]
     # In the library's folder: a rename within one file system is atomic.
     with tempfile.TemporaryDirectory(dir=LIBRARY.parent, prefix=".build-") as scratch:
         objects = [Path(scratch, f"{file.parent.name}_{file.stem}.o") for file in files]
-        extra = [f"-I{SOURCES}", f'-DDGC_STAMP="{expected}"']
+        extra = [*include_flags(), f'-DDGC_STAMP="{expected}"']
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             jobs = [
                 pool.submit(_run, [*compiler(), *flags_of(file), *extra, "-c", str(file), "-o", str(object_)])

@@ -1,4 +1,9 @@
-"""Loading of the native library, once per process, and the types of its arguments."""
+"""Loading of the native library, once per process, the types of its arguments, and the base of its classes.
+
+The kernels are C++ behind a C interface, for contiguous CPU tensors. The bits are those of plain torch. Kernels
+run on torch.get_num_threads() threads; the codec of payloads runs on one, but for the encoding of two-bit values.
+The number of threads does not change the result.
+"""
 
 import ctypes
 import os
@@ -49,6 +54,12 @@ class Addresses(Address):
         return None if tensors is None else array("Q", map(address, tensors, repeat(self.dtype))).tobytes()
 
 
+FP32, FP64, INT32, INT64, UINT8 = torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8
+F32, F64, I32, I64, U8 = map(Address, (FP32, FP64, INT32, INT64, UINT8))
+EACH_F32, EACH_I32, EACH_U8 = map(Addresses, (FP32, INT32, UINT8))
+Signatures = Mapping[str, tuple[Any, tuple[Any, ...]]]
+
+
 class KernelsUnavailable(ValueError):
     """A backend cannot run on this machine or device. The message names the fix."""
 
@@ -56,7 +67,7 @@ class KernelsUnavailable(ValueError):
 ISAS = ("portable", "avx2", "avx512")
 
 
-def load(signatures: Mapping[str, tuple[Any, tuple[Any, ...]]]) -> ctypes.CDLL:
+def load(signatures: Signatures) -> ctypes.CDLL:
     """Load the library. DGC_KERNELS_ISA names the instruction set; the default is the best that the CPU supports.
 
     Args:
@@ -131,3 +142,12 @@ def refusal(tensor: Tensor, dtype: torch.dtype, device: str) -> str:
         f"a kernel takes a contiguous {dtype} tensor on {device}, not a {layout} {tensor.dtype} tensor of shape "
         f"{tuple(tensor.shape)} on {tensor.device}"
     )
+
+
+class Native:
+    """Base of the native classes: loads the library. Raises `KernelsUnavailable` if it cannot be used."""
+
+    signatures: Signatures = {}
+
+    def __init__(self) -> None:
+        self._library = load(self.signatures)

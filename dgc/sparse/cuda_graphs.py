@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dgc.core.bucket import Bucket
-from dgc.kernels.triton_tables import holding_tables
+from dgc.kernels.launch import holding_tables
 
 SWITCH = "DGC_CUDA_GRAPHS"
 WARM_UP = 3  # steps that run without a graph, in which kernels are compiled and tables are made

@@ -8,10 +8,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from dgc.kernels.codec import Codec
 from dgc.kernels.library import supported_isas
-from dgc.kernels.native import NativeCodec, NativeSelection
+from dgc.kernels.payload import Codec
+from dgc.kernels.payload.native import NativeCodec
 from dgc.kernels.selection import SelectionKernels
+from dgc.kernels.selection.native import NativeSelection
 
 CODECS: dict[str, Codec] = {"reference": Codec(), "native": NativeCodec()}
 # every instruction set, with one, two and three threads, and the best of them with one and with three

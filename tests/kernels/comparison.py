@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dgc.kernels.blocks import SIZES, BlockCode, Blocks
+from dgc.kernels.codes.blocks import SIZES, BlockCode, Blocks
 from dgc.kernels.selection import TOO_LARGE, Budget, PassInputs, SelectionKernels, TopKResult
 
 REFERENCE = SelectionKernels()

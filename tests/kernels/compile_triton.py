@@ -19,18 +19,18 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dgc.kernels import triton_selection as backend
-from dgc.kernels.blocks import BlockCode
-from dgc.kernels.codec import Terms
-from dgc.kernels.elements import ElementCode, Form, Scale
+from dgc.kernels.codes.blocks import BlockCode
+from dgc.kernels.codes.elements import ElementCode, Form, Scale
+from dgc.kernels.codes.triton import TritonQuantizers
+from dgc.kernels.codes.triton_blocks import TritonBlocks
+from dgc.kernels.codes.triton_elements import TritonElementCoder
+from dgc.kernels.launch import WARPS, Launcher
 from dgc.kernels.lowrank import Batch, Cast, SentUpdate
+from dgc.kernels.lowrank.triton import TritonLowRank
+from dgc.kernels.payload import Terms
+from dgc.kernels.payload.triton import TritonCodec, TritonMeanDecoder
 from dgc.kernels.selection import Budget, PassInputs, SparseVector
-from dgc.kernels.triton_blocks import TritonBlocks
-from dgc.kernels.triton_codec import TritonCodec, TritonMeanDecoder
-from dgc.kernels.triton_elements import TritonElementCoder
-from dgc.kernels.triton_lowrank import TritonLowRank
-from dgc.kernels.triton_quantize import TritonQuantizers
-from dgc.kernels.triton_tables import WARPS, Launcher
+from dgc.kernels.selection import triton as backend
 from dgc.sparse import payloads as formats
 from dgc.sparse.payloads.payload import PayloadPlan
 

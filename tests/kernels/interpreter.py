@@ -1,23 +1,24 @@
 """Triton's interpreter where there is no GPU. Imported before any of Triton's kernels, which look for it then."""
 
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from benchmarks._stand_ins import patch_builtin
+from dgc import kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 with pytest.MonkeyPatch.context() as patch:
     if DEVICE == "cpu":
         patch.setenv("TRITON_INTERPRET", "1")
     triton = pytest.importorskip("triton", reason="Triton is not installed")
-    FAMILIES = [
-        import_module(f"dgc.kernels.triton_{name}")
-        for name in ("blocks", "codec", "elements", "lowrank", "quantize", "selection")
-    ]
-    from dgc.kernels.triton_selection import INTERPRETED
+    ROOT = Path(kernels.__file__).parent
+    FILES = [path.relative_to(ROOT).with_suffix("") for path in sorted(ROOT.glob("*/triton*.py"))]
+    MODULES = [import_module(f"dgc.kernels.{file.parent}.{file.name}") for file in FILES]
+    from dgc.kernels.selection.triton import INTERPRETED
 
 assert INTERPRETED == (DEVICE == "cpu"), "Triton was imported before this file could ask for its interpreter"
 # Of programs: the interpreter runs them one after the other. In the opposite order, a race would give other bits.
@@ -34,5 +35,5 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("TRITON_INTERPRET", "1")
         monkeypatch.setattr("triton.runtime.interpreter._patch_builtin", patch_builtin)
         # the interpreter copies its names into the modules of kernels, also a `range` that was patched for a test
-        for family in FAMILIES:
-            vars(family).pop("range", None)
+        for module in MODULES:
+            vars(module).pop("range", None)

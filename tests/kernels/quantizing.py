@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from kernels.comparison import random, same
 
-from dgc.kernels.quantize import Quantizers, layout_of
+from dgc.kernels.codes import Quantizers, layout_of
 
 REFERENCE = Quantizers()
 UNIFORM = [(2, 1, None), (2, 1, 0), (4, 5, None), (4, 7, 2), (8, 127, None), (8, 127, 2**32 - 3)]

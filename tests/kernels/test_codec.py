@@ -12,7 +12,7 @@ from kernels.comparison import HALVES, same
 from sparse import payloads as inputs
 from sparse.payloads import INDICES, budget_of, decode, encode, formats_for, scattered, seal_, selection_of
 
-from dgc.kernels.codec import BLOCKS, PLAIN, IndexCode, IndexKind, Terms
+from dgc.kernels.payload import BLOCKS, PLAIN, IndexCode, IndexKind, Terms
 from dgc.sparse.payloads.indices import plan_packed, plan_rice
 
 every_codec = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)

@@ -15,7 +15,7 @@ from dgc import compression, kernels
 from dgc.comm.requests import next_requests
 from dgc.core.bucket import Bucket, lay_out
 from dgc.engine.state import BucketStates
-from dgc.kernels.triton_tables import Launcher
+from dgc.kernels.launch import Launcher
 
 META = torch.device("meta")
 

@@ -21,7 +21,7 @@ from dgc import kernels
 from dgc.comm.requests import next_requests
 from dgc.compression import DGCCompressor, SparseCompressor
 from dgc.core.bucket import Bucket
-from dgc.kernels.triton_tables import Launcher
+from dgc.kernels.launch import Launcher
 from dgc.memory import ClipByNorm, DGCSGDMemory, NoMemory, ResidualMemory
 from dgc.sparse import compressor as sparse
 from dgc.sparse.cuda_graphs import WARM_UP, StepGraph, graph_of

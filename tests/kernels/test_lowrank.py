@@ -10,8 +10,9 @@ from cases import case
 from kernels.products import Given, multiplied
 
 from dgc.kernels.lowrank import LowRank, SentUpdate
-from dgc.kernels.native import NativeLowRank, NativeSelection
+from dgc.kernels.lowrank.native import NativeLowRank
 from dgc.kernels.selection import TOO_LARGE
+from dgc.kernels.selection.native import NativeSelection
 
 # B, n, m, R, r: one row, one column, ends that fill no vector and no block of rows, ranks beyond the registers
 SHAPES = [

@@ -20,10 +20,13 @@ from kernels.comparison import REFERENCE, Pass, assert_same_choice, budget_of, r
 from warm import python
 
 from dgc.kernels import _backend, build, library
-from dgc.kernels.codec import IndexCode, IndexKind
+from dgc.kernels.codes.native import NativeQuantizers
 from dgc.kernels.library import Address, Addresses, KernelsUnavailable, supported_isas
-from dgc.kernels.native import NativeCodec, NativeLowRank, NativeQuantizers, NativeSelection
+from dgc.kernels.lowrank.native import NativeLowRank
+from dgc.kernels.payload import IndexCode, IndexKind
+from dgc.kernels.payload.native import NativeCodec
 from dgc.kernels.selection import TOO_LARGE, Budget, PassInputs, SparseVector
+from dgc.kernels.selection.native import NativeSelection
 
 ISAS = supported_isas()
 
@@ -133,7 +136,7 @@ def test_several_python_threads_at_once(native: Any) -> None:
 FORKS = """
 import os, torch
 torch.set_num_threads(3)
-from dgc.kernels.native import NativeSelection
+from dgc.kernels.selection.native import NativeSelection
 from dgc.kernels.selection import Budget
 native, v = NativeSelection(), torch.randn(400_000)
 budget = Budget(torch.tensor([0, 400_000]), torch.tensor([400]), 400)
@@ -279,7 +282,7 @@ def test_no_file_lends_its_instructions_to_others(tmp_path: Path) -> None:
     """What a file of one instruction set exports is its table; every function in it is its own."""
     for source in sorted(build.SOURCES.rglob("*_avx*.cpp")):
         target = tmp_path / (source.stem + ".o")
-        words = [*build.compiler(), *build.flags_of(source), f"-I{build.SOURCES}"]
+        words = [*build.compiler(), *build.flags_of(source), *build.include_flags()]
         subprocess.run([*words, "-c", str(source), "-o", str(target)], check=True, timeout=patient(100))
         symbols = subprocess.run(["nm", "-C", str(target)], check=True, capture_output=True, text=True).stdout
         functions = [line for line in symbols.splitlines() if line.split()[-2:-1] != ["U"] and " W " in line]
@@ -289,8 +292,9 @@ def test_no_file_lends_its_instructions_to_others(tmp_path: Path) -> None:
 
 
 def test_an_address_is_of_a_contiguous_cpu_tensor_of_the_dtype_and_only_such_reach_the_kernels() -> None:
-    found = {path.name: path.read_text().count("data_ptr") for path in Path(build.__file__).parent.glob("*.py")}
-    expected = {"library.py": 2, "triton_tables.py": 1, "triton_lowrank.py": 2}
+    root = Path(build.__file__).parent
+    found = {str(path.relative_to(root)): path.read_text().count("data_ptr") for path in root.rglob("*.py")}
+    expected = {"library.py": 2, "launch.py": 1, "lowrank/triton.py": 2}
     assert {name: count for name, count in found.items() if count} == expected
     x, one, several = torch.arange(12.0).view(3, 4), Address(torch.float32), Addresses(torch.float32)
     assert string_at(one.from_param(x), 8) == struct.pack("ff", 0, 1)

@@ -11,7 +11,7 @@ from kernels.steps import METHODS, Steps, gradients_of
 
 from dgc import kernels
 from dgc.core.envelope import PayloadError
-from dgc.kernels.native import FOUND, NativeElementCoder
+from dgc.kernels.codes.native import FOUND, NativeElementCoder
 
 CPU = torch.device("cpu")
 

@@ -11,9 +11,9 @@ from kernels.comparison import CODES, CUTS, check_blocks, check_one_pass, encode
 from kernels.quantizing import REFERENCE, assert_same_codes, check_sums, coded, means, operations
 
 from dgc import kernels
-from dgc.kernels.blocks import GROUP, Blocks, rotated
-from dgc.kernels.native import NativeBlocks, NativeQuantizers
-from dgc.kernels.quantize import Quantizers, layout_of, random_bits
+from dgc.kernels.codes import Quantizers, layout_of, random_bits
+from dgc.kernels.codes.blocks import GROUP, Blocks, rotated
+from dgc.kernels.codes.native import NativeBlocks, NativeQuantizers
 
 SIZES = (0, 1, 7, 8, 15, 16, 17, 31, 33, 100, 4097, 70_001)
 LARGEST = torch.finfo(torch.float32).max

@@ -23,10 +23,10 @@ from kernels.waits import watching
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks._gpu_steps import Launches
+from dgc.kernels.codes.triton import TritonQuantizers
+from dgc.kernels.launch import as_rows, cut
 from dgc.kernels.selection import TOO_LARGE, PassInputs, SparseVector
-from dgc.kernels.triton_quantize import TritonQuantizers
-from dgc.kernels.triton_selection import TritonSelection
-from dgc.kernels.triton_tables import as_rows, cut
+from dgc.kernels.selection.triton import TritonSelection
 
 TILE, SLOTS = 64, 8
 random: Any = partial(comparison.random, device=DEVICE)
@@ -182,7 +182,7 @@ def test_moments_and_tail(kernels: Any, name: Any) -> None:
 
 
 def test_statistics_of_more_tiles_than_a_block(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dgc.kernels.triton_selection.SUMS", 4)
+    monkeypatch.setattr("dgc.kernels.selection.triton.SUMS", 4)
     for sizes in ([1200], [1, 0, 0, 1000, 130, 0]):
         bounds, v = budget_of(sizes, [0] * len(sizes)).bounds, random(sum(sizes), 3)
         check_moments(kernels, v, bounds)
@@ -340,7 +340,7 @@ def test_nothing_waits_for_the_device(kernels: Any, lower_bounds: Any) -> None:
     with watching() as other:
         kernels.subtract_at_(split(g, lengths), budget.bounds, indices, means, [0.1, 0.2])
     # tables are copied once and kept
-    assert {*watch.seen, *other.seen} <= {"kernels/triton_tables.py _table"}
+    assert {*watch.seen, *other.seen} <= {"kernels/launch.py _table"}
 
 
 def launches_of(kernels: Any, tensors: int) -> int:
@@ -362,7 +362,7 @@ def test_a_bucket_too_large_for_32_bits_is_refused() -> None:
 
 def test_importing_dgc_does_not_import_triton() -> None:
     rooms = "dgc, dgc.compression, dgc.kernels, dgc.memory, dgc.optim, dgc.sparse.selectors, dgc.sparse.payloads"
-    code = f"import sys, {rooms}; assert 'dgc.kernels.triton_selection' not in sys.modules, 'imports Triton'"
+    code = f"import sys, {rooms}; assert 'dgc.kernels.selection.triton' not in sys.modules, 'imports Triton'"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

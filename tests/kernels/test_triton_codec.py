@@ -12,10 +12,10 @@ from kernels.interpreter import interpreter as interpreter
 from kernels.waits import watching
 from sparse import payloads
 
-from dgc.kernels.codec import WORDS, Codec
+from dgc.kernels.payload import WORDS, Codec
+from dgc.kernels.payload.triton import TritonCodec, TritonMeanDecoder, counters_on
 from dgc.kernels.selection import PassInputs, SparseVector
-from dgc.kernels.triton_codec import TritonCodec, TritonMeanDecoder, counters_on
-from dgc.kernels.triton_selection import TritonSelection
+from dgc.kernels.selection.triton import TritonSelection
 from dgc.sparse import payloads as formats
 from dgc.sparse.payloads.payload import PayloadPlan
 

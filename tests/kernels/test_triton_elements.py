@@ -17,10 +17,10 @@ from kernels.waits import watching
 
 from dgc import compression, kernels
 from dgc.core.envelope import PayloadError
-from dgc.kernels.codec import Codec, Terms
-from dgc.kernels.triton_blocks import TritonBlocks
-from dgc.kernels.triton_codec import TritonCodec
-from dgc.kernels.triton_elements import TritonElementCoder, sums_on
+from dgc.kernels.codes.triton_blocks import TritonBlocks
+from dgc.kernels.codes.triton_elements import TritonElementCoder, sums_on
+from dgc.kernels.payload import Codec, Terms
+from dgc.kernels.payload.triton import TritonCodec
 
 
 def backends(coder: Any) -> tuple[Any, Any]:
@@ -98,7 +98,7 @@ def test_a_mean_that_overflows_and_waits() -> None:
         warnings.simplefilter("ignore", RuntimeWarning)  # the interpreter's, of the overflow
         (result,), _, _ = steps.step([torch.zeros(NUMEL, device=DEVICE)])
     assert result.nonfinite is None and not result.is_finite
-    assert set(watch.seen) <= {"comm/requests.py read", "kernels/triton_tables.py _table"}
+    assert set(watch.seen) <= {"comm/requests.py read", "kernels/launch.py _table"}
 
 
 def test_blocks_agree_bit_for_bit_whatever_the_order_of_programs(monkeypatch: pytest.MonkeyPatch) -> None:

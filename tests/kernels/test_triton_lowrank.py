@@ -16,9 +16,9 @@ from kernels.waits import watching
 from dgc import kernels as backends
 from dgc.compression import PowerSGDCompressor
 from dgc.kernels.lowrank import Batch, Cast, LowRank, SentUpdate
+from dgc.kernels.lowrank.triton import TritonLowRank, in_one, tiles_of
 from dgc.kernels.selection import TOO_LARGE
-from dgc.kernels.triton_lowrank import TritonLowRank, in_one, tiles_of
-from dgc.kernels.triton_selection import TritonSelection
+from dgc.kernels.selection.triton import TritonSelection
 from dgc.testing import Fleet
 
 EXACT = Cast(torch.float32, None, None)

@@ -1,5 +1,5 @@
 """Where a step on a GPU makes the host wait: nowhere but in the functions listed here. Kernels move the bytes that
-they state (`dgc.kernels.triton_tables.moves`). Triton's interpreter shows both without a GPU.
+they state (`dgc.kernels.launch.moves`). Triton's interpreter shows both without a GPU.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ from dgc import compression, contrib, kernels
 from dgc.comm.requests import AllGather, AllToAll, next_requests
 from dgc.core.bucket import Bucket, lay_out
 from dgc.engine.state import BucketStates
-from dgc.kernels.triton_tables import SECTOR, Launcher, bytes_moved
+from dgc.kernels.launch import SECTOR, Launcher, bytes_moved
 from dgc.memory import ClipByNorm, DGCSGDMemory, ResidualMemory
 from dgc.sparse import payloads as formats
 from dgc.sparse.selectors import Predicted, TopKPerChunk

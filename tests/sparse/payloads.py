@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from dgc.kernels.codec import Codec
+from dgc.kernels.payload import Codec
 from dgc.kernels.selection import Budget, SparseVector
 from dgc.sparse import payloads as formats
 from dgc.sparse.payloads.payload import PayloadPlan

@@ -22,7 +22,7 @@ from sparse.payloads import (
 from dgc.comm.lockstep import LockstepError, LockstepWorld
 from dgc.compression import DGCCompressor
 from dgc.core.envelope import Envelope
-from dgc.kernels.codec import Terms
+from dgc.kernels.payload import Terms
 from dgc.memory import DGCSGDMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
 from dgc.sparse.payloads import PayloadError

@@ -12,7 +12,7 @@ from kernels.comparison import REFERENCE, same
 from sparse import payloads as inputs
 from sparse.payloads import FORMATS, SOME, budget_of, decode, encode, scattered, selection_of
 
-from dgc.kernels.native import NativeMeanDecoder
+from dgc.kernels.payload.native import NativeMeanDecoder
 from dgc.sparse.payloads import PayloadError, ValueFormat
 from dgc.sparse.payloads.payload import PayloadPlan
 

@@ -21,7 +21,7 @@ from sparse.payloads import (
     selection_of,
 )
 
-from dgc.kernels.codec import IndexKind, packed_bits, thin
+from dgc.kernels.payload import IndexKind, packed_bits, thin
 from dgc.sparse import payloads as formats
 from dgc.sparse.payloads import PackedIndices, RiceIndices, SignValues, SparseFormat
 from dgc.sparse.payloads.indices import packed_longest, plan_packed, plan_rice

@@ -35,7 +35,7 @@ from functools import cache
 import torch
 
 from dgc.core.arguments import checked
-from dgc.kernels.codec import BLOCKS, CHUNK, LARGEST_PARAMETER, PLAIN, IndexCode, IndexKind, block_count
+from dgc.kernels.payload import BLOCKS, CHUNK, LARGEST_PARAMETER, PLAIN, IndexCode, IndexKind, block_count
 
 INT32_MAX = torch.iinfo(torch.int32).max
 PACKED_BLOCK, RICE_BLOCK = BLOCKS[IndexKind.PACKED], BLOCKS[IndexKind.RICE]

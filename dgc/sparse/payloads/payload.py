@@ -23,8 +23,8 @@ from torch import Tensor
 from dgc.core.arguments import checked
 from dgc.core.envelope import PayloadError, Unchecked, check_sizes, refuse_changed, refuse_other_terms
 from dgc.core.values import CastValues, ValueFormat
-from dgc.kernels.codec import HEADER_BYTES, WORDS, Codec, Layout, MeanDecoder, Terms
-from dgc.kernels.native import NativeMeanDecoder
+from dgc.kernels.payload import HEADER_BYTES, WORDS, Codec, Layout, MeanDecoder, Terms
+from dgc.kernels.payload.native import NativeMeanDecoder
 from dgc.kernels.selection import Budget, Merged, SparseVector
 from dgc.sparse.payloads.indices import IndexFormat, PlainIndices
 

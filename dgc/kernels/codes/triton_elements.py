@@ -16,30 +16,18 @@ from jaxtyping import Int32, Int64, UInt8
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from dgc.kernels.codec import Terms
-from dgc.kernels.elements import WORDS, ElementCode, ElementCoder, Form, Measured, Scale
-from dgc.kernels.quantize import Bounds, Dense, Each, Residual, empty_residual, layout_of
-from dgc.kernels.triton_codec import (
-    FINISHED,
-    HEADER,
-    INFINITE,
-    LOW,
-    SUM,
-    checksum_of,
-    contribution,
-    counters_on,
-    write_header,
-)
-from dgc.kernels.triton_quantize import (
+from dgc.kernels.codes import Bounds, Dense, Each, Residual, empty_residual, layout_of
+from dgc.kernels.codes.elements import WORDS, ElementCode, ElementCoder, Form, Measured, Scale
+from dgc.kernels.codes.triton import (
     LEVELS as LEVEL_FIELDS,
 )
-from dgc.kernels.triton_quantize import (
+from dgc.kernels.codes.triton import (
     SIGNS as SIGN_FIELDS,
 )
-from dgc.kernels.triton_quantize import (
+from dgc.kernels.codes.triton import (
     TERNARY as TERNARY_FIELDS,
 )
-from dgc.kernels.triton_quantize import (
+from dgc.kernels.codes.triton import (
     field_value,
     keys_as_int32,
     level_of,
@@ -49,18 +37,7 @@ from dgc.kernels.triton_quantize import (
     ternary_of,
     tile_of,
 )
-from dgc.kernels.triton_selection import (
-    FLOATS,
-    INTERPRETED,
-    MAGNITUDE,
-    NOWHERE,
-    SUMS,
-    TOO_LARGE,
-    rounded,
-    sum_of,
-    tile_at,
-)
-from dgc.kernels.triton_tables import (
+from dgc.kernels.launch import (
     BLOCK,
     SECTOR,
     Launcher,
@@ -71,6 +48,29 @@ from dgc.kernels.triton_tables import (
     moves,
     on_device,
     pointers,
+)
+from dgc.kernels.payload import Terms
+from dgc.kernels.payload.triton import counters_on
+from dgc.kernels.payload.triton_plain import (
+    FINISHED,
+    HEADER,
+    INFINITE,
+    LOW,
+    SUM,
+    checksum_of,
+    contribution,
+    write_header,
+)
+from dgc.kernels.selection.triton import (
+    FLOATS,
+    INTERPRETED,
+    MAGNITUDE,
+    NOWHERE,
+    SUMS,
+    TOO_LARGE,
+    rounded,
+    sum_of,
+    tile_at,
 )
 
 NONE, NONZERO, MEAN, LARGEST, NORM, SPREAD = (tl.constexpr(int(scale)) for scale in Scale)

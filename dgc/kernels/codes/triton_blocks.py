@@ -15,13 +15,13 @@ from jaxtyping import Int32
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from dgc.kernels.blocks import GROUP, BlockCode, Blocks, Padded, Row, Rows
-from dgc.kernels.quantize import layout_of
+from dgc.kernels.codes import layout_of
+from dgc.kernels.codes.blocks import GROUP, BlockCode, Blocks, Padded, Row, Rows
+from dgc.kernels.codes.triton import LEVELS, field_value, with_sign
+from dgc.kernels.codes.triton_elements import level_factors_of
+from dgc.kernels.launch import Launcher, as_rows, current_stream, moves
 from dgc.kernels.selection import Bounds, Dense, SelectionKernels
-from dgc.kernels.triton_elements import level_factors_of
-from dgc.kernels.triton_quantize import LEVELS, field_value, with_sign
-from dgc.kernels.triton_selection import INTERPRETED, MAGNITUDE, TritonSelection
-from dgc.kernels.triton_tables import Launcher, as_rows, current_stream, moves
+from dgc.kernels.selection.triton import INTERPRETED, MAGNITUDE, TritonSelection
 
 HALF = tl.constexpr(GROUP // 2)
 STAGES = tl.constexpr(GROUP.bit_length() - 1)

@@ -127,7 +127,7 @@ DGC_EXPORT void dgc_update_and_choose(int update, const float* const* pieces, co
 }
 
 // Predicts lower_bounds [segment_count] from the thresholds [segment_count] of the last two steps. See Kernels in
-// dgc/kernels/selection.py.
+// dgc/kernels/selection/__init__.py.
 DGC_EXPORT void dgc_predicted_lower_bounds(const float* last, const float* before, int64_t segment_count,
                                            float margin, float* lower_bounds) {
     for (int64_t s = 0; s < segment_count; ++s) {

@@ -13,8 +13,8 @@ from enum import IntEnum
 from jaxtyping import Float32, Int32, Int64, UInt8
 from torch import Tensor
 
-from dgc.kernels.codec import HEADER_BYTES, Terms
-from dgc.kernels.quantize import WORD, Bounds, Dense, Each, Residual, layout_of
+from dgc.kernels.codes import WORD, Bounds, Dense, Each, Residual, layout_of
+from dgc.kernels.payload import HEADER_BYTES, Terms
 
 # Numbers of a checked payload, as int32: number, sealed, count, ratio, form.
 WORDS = 5

@@ -22,6 +22,17 @@ import triton.language as tl
 from jaxtyping import Int32, Int64
 from torch import Tensor
 
+from dgc.kernels.launch import (
+    BLOCK,
+    LARGEST,
+    SECTOR,
+    Launcher,
+    blocks,
+    current_stream,
+    moves,
+    on_device,
+    pointers,
+)
 from dgc.kernels.lowrank import (
     Batches,
     Cast,
@@ -37,18 +48,15 @@ from dgc.kernels.lowrank import (
     consecutive,
 )
 from dgc.kernels.selection import PassInputs
-from dgc.kernels.triton_quantize import random_bits
-from dgc.kernels.triton_selection import FLOATS, INTERPRETED, MAGNITUDE, TOO_LARGE, TritonSelection, find, rounded
-from dgc.kernels.triton_tables import (
-    BLOCK,
-    LARGEST,
-    SECTOR,
-    Launcher,
-    blocks,
-    current_stream,
-    moves,
-    on_device,
-    pointers,
+from dgc.kernels.selection.triton import (
+    FLOATS,
+    INTERPRETED,
+    MAGNITUDE,
+    TOO_LARGE,
+    TritonSelection,
+    find,
+    random_bits,
+    rounded,
 )
 
 HEIGHT, WIDTH = 32, 64  # of a tile

@@ -26,6 +26,19 @@ from jaxtyping import Float32, Int32, Int64
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from dgc.kernels.launch import (
+    BLOCK,
+    SECTOR,
+    Launcher,
+    Tiling,
+    Tilings,
+    blocks,
+    both,
+    current_stream,
+    moves,
+    on_device,
+    pointers,
+)
 from dgc.kernels.selection import (
     Bounds,
     Budget,
@@ -41,19 +54,6 @@ from dgc.kernels.selection import (
     Tail,
     TopKResult,
     Values,
-)
-from dgc.kernels.triton_tables import (
-    BLOCK,
-    SECTOR,
-    Launcher,
-    Tiling,
-    Tilings,
-    blocks,
-    both,
-    current_stream,
-    moves,
-    on_device,
-    pointers,
 )
 
 if not hasattr(triton, "knobs"):
@@ -74,8 +74,18 @@ SUMS = 1024  # tiles that are summed at a time
 
 @triton.jit
 @no_type_check
+def random_bits(i, key, inner_key):
+    """Return 32 bits per index, as uint32."""
+    x = i.to(tl.uint32) + key.to(tl.uint32, bitcast=True)
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15) ^ inner_key.to(tl.uint32, bitcast=True)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+@no_type_check
 def tile_at(tiles, n_tiles):
-    """Return a program's tile: at most TILE adjacent elements of one segment and one piece (see `triton_tables`).
+    """Return a program's tile: at most TILE adjacent elements of one segment and one piece (see `blocks`).
 
     Returns (its number, its first element, the number of elements, its segment).
     """

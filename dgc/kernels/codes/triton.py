@@ -4,7 +4,7 @@ They are for what is no whole step of `triton_elements`: thresholds whose sums a
 1-bit Adam, and messages of gossip in int8. One launch per operation, and one for a mean of signs or ternary codes
 of any number of ranks. Means of levels are those of `Quantizers`.
 
-A program handles a tile of one segment (see `triton_tables`). Tiles begin at whole words of the codes. Packed
+A program handles a tile of one segment (see `dgc.kernels.launch`). Tiles begin at whole words of the codes. Packed
 small integers have no segments: there a program handles BLOCK bytes.
 """
 
@@ -16,7 +16,7 @@ import triton.language as tl
 from jaxtyping import Float32, UInt8
 from torch import Tensor
 
-from dgc.kernels.quantize import (
+from dgc.kernels.codes import (
     WORD,
     AllCodes,
     AllEach,
@@ -33,8 +33,8 @@ from dgc.kernels.quantize import (
     level_factors,
     thresholds_or,
 )
-from dgc.kernels.triton_selection import INTERPRETED, read, tile_at
-from dgc.kernels.triton_tables import BLOCK, Launcher, Tilings, as_rows, blocks, moves, on_device
+from dgc.kernels.launch import BLOCK, Launcher, Tilings, as_rows, blocks, moves, on_device
+from dgc.kernels.selection.triton import INTERPRETED, random_bits, read, tile_at
 
 SIZES = ["n", "n_tiles", "nbytes", "key", "inner_key"]
 SIGN = tl.constexpr(-0x80000000)
@@ -64,16 +64,6 @@ def live_bytes(length, WIDTH: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constex
 def shifts_of(WIDTH: tl.constexpr, HIGHEST_FIRST: tl.constexpr):
     shift = tl.arange(0, 8 // WIDTH) * WIDTH
     return (8 - WIDTH - shift if HIGHEST_FIRST else shift)[None, :]
-
-
-@triton.jit
-@no_type_check
-def random_bits(i, key, inner_key):
-    """Return 32 bits per index, as uint32."""
-    x = i.to(tl.uint32) + key.to(tl.uint32, bitcast=True)
-    x = (x ^ (x >> 16)) * 0x7FEB352D
-    x = (x ^ (x >> 15) ^ inner_key.to(tl.uint32, bitcast=True)) * 0x846CA68B
-    return x ^ (x >> 16)
 
 
 @triton.jit

@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Float32, Int64, UInt8
 from torch import Tensor
 
-from dgc.kernels.quantize import empty_residual, layout_of, level_factors, places
+from dgc.kernels.codes import empty_residual, layout_of, level_factors, places
 from dgc.kernels.selection import Bounds, Dense, PassInputs, SelectionKernels
 
 GROUP = 64  # elements that are transformed together

@@ -50,7 +50,7 @@ bool plain_decode(const uint8_t* section, int64_t count, int64_t numel, int32_t*
 
 using namespace dgc;
 
-// count, first_nonfinite and scale point to one number each. ratio, form: see Terms in dgc/kernels/codec.py.
+// count, first_nonfinite and scale point to one number each. ratio, form: see Terms in dgc/kernels/payload/__init__.py.
 DGC_EXPORT void dgc_seal(uint8_t* payload, int64_t nbytes, const int32_t* count, const int64_t* first_nonfinite,
                          const int64_t* bounds, int64_t size, const float* scale, float ratio, uint32_t form) {
     int64_t number = std::upper_bound(bounds, bounds + size, *first_nonfinite) - bounds;

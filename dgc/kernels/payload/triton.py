@@ -1,0 +1,258 @@
+"""The GPU backend of payloads: Triton kernels with the same bytes and bits as `Codec` and `NativeMeanDecoder`.
+
+Launches of `encode`, PyTorch's included: 2, for Rice codes 3, for plain indices and cast values 1 if the largest
+magnitude is known, else 3 (in chunks 2, else 4); `seal_` and `words_of` 1. The mean of any number of payloads
+takes 2, and 1 more if indices are coded. Nothing waits for the device.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from jaxtyping import Float32, Int32, Int64, UInt8
+from torch import Tensor
+
+from dgc.kernels.launch import BLOCK, Launcher, as_rows, blocks, current_stream, on_device
+from dgc.kernels.payload import (
+    BLOCKS,
+    HEADER_BYTES,
+    PACKED_SHARES,
+    PLAIN,
+    TABLES,
+    WORDS,
+    Codec,
+    IndexCode,
+    IndexKind,
+    Layout,
+    MeanDecoder,
+    Terms,
+    ValueKind,
+    block_count,
+)
+from dgc.kernels.payload.triton_coded import FOUND, MOST, measure_packed, measure_rice, place_rice, write_coded
+from dgc.kernels.payload.triton_mean import TILE, check, merge, open_headers, unpack, unpack_chunks
+from dgc.kernels.payload.triton_plain import SHARES, largest_of, seal, write_plain
+from dgc.kernels.selection import SparseVector
+from dgc.kernels.selection.triton import INTERPRETED
+
+SCALED_KINDS = (ValueKind.FP16, ValueKind.BF16)
+FEW = 256  # entries of a payload that `merge` reads at a time: a tile has few
+PART = 512  # elements of a coded payload per program: fields need many registers
+COUNTERS = 2 + 2 * SHARES.value
+
+
+class TritonCodec(Codec):
+    """The kernels above."""
+
+    def __init__(self) -> None:
+        self._launch = Launcher(INTERPRETED)
+
+    def blank(self, nbytes: int, like: Tensor) -> UInt8[Tensor, "nbytes"]:
+        if nbytes > HEADER_BYTES:
+            return super().blank(nbytes, like)
+        return torch.empty(nbytes, dtype=torch.uint8, device=like.device)  # `seal_` writes all of a header
+
+    def encodes(self, layout: Layout) -> bool:
+        return layout.values is not None
+
+    def encode(
+        self,
+        selection: SparseVector,
+        layout: Layout,
+        limit: float,
+        r: float,
+        first_nonfinite: Int64[Tensor, ""],
+        bounds: Int64[Tensor, "bounds"],
+        tensors: Int64[Tensor, "tensors"],
+        terms: Terms,
+    ) -> tuple[UInt8[Tensor, "nbytes"], SparseVector, Float32[Tensor, "capacity"]]:
+        assert layout.values is not None
+        code, header = layout.indices, (first_nonfinite, tensors, tensors.numel())
+        values, device = selection.values, selection.values.device
+        if code.kind in PLAIN and layout.values not in TABLES:
+            payload, decoded = self._encode_plain(selection, layout, limit, header, terms)
+            return payload, SparseVector(selection.indices, decoded, selection.count), values
+        counters, decoded = counters_on(device, current_stream(device)), torch.empty_like(values)
+        segments, begin = bounds.numel() - 1, layout.value_bytes.start
+        block, n_blocks, programs, widths = 1, 0, block_count(code.capacity, PART), None
+        own, given, found, largest = selection, selection, None, None
+        if code.kind not in BLOCKS:
+            payload, n_blocks = self.blank(layout.nbytes, values), code.parameter
+            if layout.values in SCALED_KINDS:
+                largest = self._largest(selection)
+        else:
+            block = BLOCKS[code.kind]
+            n_blocks = block_count(code.capacity, block)
+            count = torch.empty((), dtype=torch.int32, device=device)
+            own = SparseVector(torch.empty_like(selection.indices), torch.empty_like(values), count)
+            payload = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
+            found = torch.empty(FOUND.value + 3 * n_blocks, dtype=torch.int64, device=device)
+            given = self._measure(selection, layout, payload, found, own, counters)
+            largest = found[MOST.value :]
+        if layout.values in TABLES:
+            programs += segments
+        if layout.values == ValueKind.TWO_BITS:
+            widths = on_device((r / 4,), torch.float64, device)
+        what = (given.indices, given.values, given.count, *header, code.capacity, limit, largest)
+        how = (found, n_blocks, bounds, segments, widths, payload, begin, codes_begin(layout, segments))
+        result = (decoded, own.indices, own.values, own.count, *terms.words, counters, max(1, programs))
+        kind = (int(code.kind), block, int(layout.values), PART)
+        self._launch(write_coded, values, max(1, programs), *what, *how, *result, *kind)
+        return payload, SparseVector(own.indices, decoded, own.count), own.values
+
+    def _measure(
+        self,
+        selection: SparseVector,
+        layout: Layout,
+        payload: UInt8[Tensor, "nbytes"],
+        found: Int64[Tensor, "found"],
+        own: SparseVector,
+        counters: Int64[Tensor, "counters"],
+    ) -> SparseVector:
+        """Clear the payload, and find the code of the selection's indices. Returns what `write_coded` reads.
+
+        own: receives what is sent, with a Rice code. With a packed one `write_coded` writes it.
+        """
+        code, values = layout.indices, selection.values
+        block, parts = BLOCKS[code.kind], blocks(code.capacity)
+        n_blocks, scaled = block_count(code.capacity, block), layout.values in SCALED_KINDS
+        sizes = (n_blocks, 8 * (code.nbytes - n_blocks), code.parameter, payload, layout.nbytes // 8)
+        if code.kind == IndexKind.PACKED:
+            shares = on_device((128, *PACKED_SHARES, 0), torch.int64, values.device)
+            widths = torch.empty(SHARES.value * n_blocks, dtype=torch.int32, device=values.device)
+            programs = parts * SHARES.value
+            what = (selection.indices, values, selection.count, shares, *sizes, widths, found, counters, programs)
+            self._launch(measure_packed, values, programs, *what, scaled, block, BLOCK)
+            return selection
+        given = (selection.indices, selection.count, *sizes, found, counters, parts)
+        self._launch(measure_rice, values, parts, *given, block, BLOCK)
+        result = (found, own.indices, own.values, own.count, counters, parts)
+        elements = (selection.indices, values, selection.count, code.capacity, n_blocks)
+        self._launch(place_rice, values, parts, *elements, *result, scaled, block, BLOCK)
+        return own
+
+    def _encode_plain(
+        self, selection: SparseVector, layout: Layout, limit: float, header: tuple[Any, ...], terms: Terms
+    ) -> tuple[UInt8[Tensor, "nbytes"], Float32[Tensor, "capacity"]]:
+        assert layout.values is not None
+        values, capacity = selection.values, layout.indices.capacity
+        payload = torch.empty(layout.nbytes, dtype=torch.uint8, device=values.device)
+        decoded, counters = torch.empty_like(values), counters_on(values.device, current_stream(values.device))
+        largest = self._largest(selection) if layout.values in SCALED_KINDS else None
+        programs = max(1, blocks(capacity))  # the header is written without elements too
+        what = (selection.indices, values, selection.count, *header)
+        place = (payload, layout.value_bytes.start, layout.nbytes, decoded)
+        where = (capacity, limit, largest, *place, *terms.words, counters, programs)
+        kind = (layout.indices.kind == IndexKind.INT64, int(layout.values), BLOCK)
+        self._launch(write_plain, values, programs, *what, *where, *kind)
+        return payload, decoded
+
+    def _largest(self, selection: SparseVector) -> Int32[Tensor, ""]:
+        """Return the bits of the largest magnitude."""
+        values, largest = selection.values, selection.largest
+        if largest is None:
+            largest = torch.zeros((), dtype=torch.int32, device=values.device)
+            self._launch(largest_of, values, blocks(values.numel()), values, values.numel(), largest, BLOCK)
+        return largest
+
+    def seal_(
+        self,
+        payload: UInt8[Tensor, "nbytes"],
+        count: Int32[Tensor, ""],
+        first_nonfinite: Int64[Tensor, ""],
+        bounds: Int64[Tensor, "bounds"],
+        scale: Float32[Tensor, ""],
+        terms: Terms,
+    ) -> None:
+        self.seal_rows_(payload[None], count, first_nonfinite, bounds, scale, terms)
+
+    def seal_rows_(
+        self,
+        payloads: UInt8[Tensor, "rows nbytes"],
+        count: Int32[Tensor, ""],
+        first_nonfinite: Int64[Tensor, ""],
+        bounds: Int64[Tensor, "bounds"],
+        scale: Float32[Tensor, ""],
+        terms: Terms,
+    ) -> None:
+        rows, words = len(payloads), payloads.shape[1] // 8
+        counters = counters_on(payloads.device, current_stream(payloads.device), rows)
+        programs = max(1, blocks(words - HEADER_BYTES // 8))
+        what = (payloads, words, count, first_nonfinite, bounds, bounds.numel(), scale, *terms.words)
+        self._launch(seal, payloads, rows * programs, *what, counters, programs, BLOCK, COUNTERS)
+
+    def words_of(self, payloads: Sequence[UInt8[Tensor, "nbytes"]]) -> Int32[Tensor, "words"]:
+        words = torch.empty(5 * len(payloads), dtype=torch.int32, device=payloads[0].device)
+        rows = as_rows(payloads, 8)
+        self._launch(open_headers, words, len(payloads), rows, rows.stride(0), payloads[0].numel(), words)
+        return words
+
+
+class TritonMeanDecoder(MeanDecoder):
+    """Checks the payloads of all ranks and adds them, in two launches, or three if their indices are coded."""
+
+    def __init__(self) -> None:
+        self._launch = Launcher(INTERPRETED)
+
+    def takes(self, layout: Layout) -> bool:
+        return layout.values is not None
+
+    def mean_into_(
+        self,
+        dense: Float32[Tensor, "n"],
+        payloads: Sequence[UInt8[Tensor, "nbytes"]],
+        layout: Layout,
+        bounds: Int64[Tensor, "bounds"],
+        size: int,
+    ) -> Int32[Tensor, "numbers"]:
+        assert layout.values is not None
+        code, kind, ranks, segments = layout.indices, layout.values, len(payloads), bounds.numel() - 1
+        numbers = torch.empty(WORDS * ranks + 1, dtype=torch.int32, device=dense.device)
+        where = (layout.value_bytes.start, codes_begin(layout, segments), bounds, segments, segments.bit_length())
+        rows = as_rows(payloads, 8)
+        indices, flags = rows[:, HEADER_BYTES:], None
+        if code.kind not in PLAIN:
+            indices, flags = self._unpack(rows, code)
+        variant = (code.kind == IndexKind.INT64, int(kind))
+        given = (rows, ranks, rows.stride(0), indices, indices.stride(0))
+        sizes = (layout.nbytes, code.capacity, code.numel, flags)
+        self._launch(check, dense, ranks, *given, *sizes, *where, numbers, *variant, flags is not None, BLOCK)
+        tiles = -(-code.numel // TILE)
+        self._launch(
+            merge, dense, tiles, *given, float(size), code.numel, *where, numbers, dense, *variant, TILE, FEW
+        )
+        return numbers
+
+    def _unpack(
+        self, rows: UInt8[Tensor, "ranks nbytes"], code: IndexCode
+    ) -> tuple[UInt8[Tensor, "ranks row"], Int32[Tensor, "ranks"]]:
+        """Return the bytes of int32 indices, and whether they are valid."""
+        ranks, block, device = rows.shape[0], BLOCKS.get(code.kind, 1), rows.device
+        is_rice, in_chunks = code.kind == IndexKind.RICE, code.kind == IndexKind.CHUNKS
+        n_blocks = code.parameter if in_chunks else block_count(code.capacity, block)
+        starts = torch.empty(ranks * n_blocks, dtype=torch.int64, device=device)
+        ones = torch.empty(ranks * code.capacity if is_rice else 0, dtype=torch.int64, device=device)
+        indices = torch.empty(ranks, code.capacity, dtype=torch.int32, device=device)
+        flags = torch.empty(ranks, dtype=torch.int32, device=device)
+        given, end = (rows, rows.stride(0), code.capacity), (indices, flags)
+        if in_chunks:
+            steps = n_blocks.bit_length()
+            self._launch(unpack_chunks, rows, ranks, *given, n_blocks, steps, code.nbytes, starts, *end, BLOCK)
+        else:
+            sizes = (code.numel, n_blocks, code.nbytes, starts, ones)
+            self._launch(unpack, rows, ranks, *given, *sizes, *end, int(code.kind), block, BLOCK)
+        return indices.view(torch.uint8), flags
+
+
+def codes_begin(layout: Layout, segments: int) -> int:
+    """Return the first byte of the codes of values, after their tables."""
+    assert layout.values is not None
+    begin: int = layout.value_bytes.start
+    return begin + 4 * TABLES[layout.values][0] * segments if layout.values in TABLES else begin
+
+
+@lru_cache(maxsize=256)
+def counters_on(device: torch.device, stream: int, rows: int = 1) -> Int64[Tensor, "counters"]:
+    """The counters of launches on this stream, which follow each other, for each of some payloads."""
+    return torch.zeros(rows * COUNTERS, dtype=torch.int64, device=device)
