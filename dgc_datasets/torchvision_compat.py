@@ -95,7 +95,8 @@ if __name__ == "__main__":
     import sysconfig
 
     if install(Path(sysconfig.get_path("purelib"))):
-        print("torchvision is built for another torch: its operators, for detection models, are missing")
+        words = "torchvision is built for another torch: its import would fail, and a file cures it."
+        print(f"{words} It works now, without the operators of detection models")
 else:
     # in the place of that of the environment's copy
     sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__name__ != _BeforeTorchvision.__name__]

@@ -4,6 +4,7 @@ not fit it."""
 import hashlib
 import multiprocessing
 import pickle
+import runpy
 import shutil
 import subprocess
 import sys
@@ -34,6 +35,7 @@ from dgc_training.constructors import import_target
 
 CIFAR10 = import_target("torchvision.datasets.CIFAR10")
 Patch = pytest.MonkeyPatch
+Printed = pytest.CaptureFixture[str]
 # in processes of their own: whatever torchvision is installed, it imports after the compatibility file
 COMPATIBLE = """
 import dgc_datasets.torchvision_compat as compat
@@ -339,6 +341,15 @@ def test_every_program_of_an_environment_imports_torchvision_after_its_set_up(tm
         changed.setenv("PYTHONPATH", str(folder.parent))
         assert not compat.install(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["broken"]
+
+
+def test_the_set_up_says_that_it_cured_torchvision(tmp_path: Path, monkeypatch: Patch, capsys: Printed) -> None:
+    broken = tmp_path / "torchvision.py"
+    broken.write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    runpy.run_path("dgc_datasets/torchvision_compat.py", run_name="__main__")
+    assert "It works now" in capsys.readouterr().out
 
 
 def test_torchvision_imports(tmp_path: Path, monkeypatch: Patch) -> None:

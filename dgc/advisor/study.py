@@ -163,6 +163,8 @@ def report(
         print(f"\n{format_verification(compared, work, measured)}")
     if subject.draw is not None:
         subject.draw(best, plain, work)
+    if describe_load(busy):
+        print("\nUNRELIABLE: other programs ran (first line). Repeat it on an idle machine before you act on it.")
     if args.json is not None:
         result = {**subject.labels, "ranks": transport.size, "left_out": refused, "measured": measured}
         args.json.write_text(json.dumps(result | as_json(rows, advice, network, work), indent=1) + "\n")

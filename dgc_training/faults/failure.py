@@ -42,6 +42,7 @@ SECONDARY_ERRORS = {
 
 # No restart helps against these.
 FULL_DISK = {errno.ENOSPC, errno.EDQUOT}
+RESTART = "the same command resumes from the last checkpoint, if the run has saved one."
 RESUMES = "Once that is put right, the same command resumes from the last checkpoint."
 
 
@@ -139,7 +140,8 @@ def _reporting(rank: int, size: int, leave: Callable[[int], None]) -> Iterator[N
             where = "" if type(error).__name__ == "HorovodInternalError" else f" {str(error).splitlines()[0]}"
             print(
                 f"[rank {rank} of {size} on {socket.gethostname()}] ended because another rank exited or did not "
-                f"respond within train.timeout. See its message, or Horovod's list of missing ranks.{where}",
+                "respond within train.timeout. See its message, or Horovod's list of missing ranks; "
+                f"{RESTART}{where}",
                 file=sys.stderr,
             )
         else:

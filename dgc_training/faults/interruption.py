@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from dgc.comm import AllReduce, Transport
-from dgc_training.faults.failure import Terminated, is_secondary, listening
+from dgc_training.faults.failure import RESTART, Terminated, is_secondary, listening
 from dgc_training.launcher import is_under_torchrun
 
 # Exit status of a run that saved and stopped after a signal: EX_TEMPFAIL, "try again later".
@@ -87,6 +87,10 @@ class Interruption:
             print("A second SIGTERM: ended without saving.", file=sys.stderr, flush=True)
             os._exit(128 + signal.SIGTERM)
         self._first = time.monotonic()
+        if number == signal.SIGTERM and self.transport.rank == 0:
+            # at once: mpirun kills this rank a second later
+            cure = f"If it cannot: {RESTART}"
+            print(f"SIGTERM: the run saves and stops at the next step. {cure}", file=sys.stderr, flush=True)
         self.received = max(self.received, number)
         if number == signal.SIGTERM and is_under_torchrun():
             seconds = float(os.environ.get(KILL_VARIABLE, KILL_SECONDS)) / 2

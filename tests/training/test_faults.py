@@ -32,7 +32,7 @@ from dgc.contrib import AtomoCompressor, SVDCompressor
 from dgc.memory import DGCSGDMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
 from dgc_training.faults.error_growth import ErrorGrowthMonitor
-from dgc_training.faults.failure import Terminated, UsageError
+from dgc_training.faults.failure import RESTART, Terminated, UsageError
 from dgc_training.faults.interruption import EXIT_SAVED, Interruption
 from dgc_training.faults.watchdog import Heartbeat, WatchedTransport, find_stuck_rank
 from dgc_training.launcher import print_error
@@ -40,6 +40,7 @@ from dgc_training.startup import agreement
 from dgc_training.startup.agreement import check_agreement, code_difference, code_hashes
 from dgc_training.synchronization import check_replicas, minority_ranks
 
+SAID = f"SIGTERM: the run saves and stops at the next step. If it cannot: {RESTART}\n"
 INTERRUPTION = """
 import ctypes, os, signal, threading, time
 from dgc.comm.lockstep import LockstepWorld
@@ -211,6 +212,13 @@ def test_a_real_signal_sets_the_flag_and_the_handlers_are_restored() -> None:
             raise RuntimeError("gloo/transport/tcp/pair.cc: Connection closed by peer")
 
 
+def test_rank_0_says_at_once_what_a_sigterm_does(capsys: CaptureFixture[str]) -> None:
+    """mpirun sends it when a rank has died, and kills the others a second later."""
+    with Interruption(alone()) as interruption:
+        interruption._receive(signal.SIGTERM)
+    assert capsys.readouterr().err == SAID and "the same command resumes" in SAID
+
+
 def test_under_torchrun_ranks_that_do_not_agree_to_stop_end_without_saving() -> None:
     seconds = patient(1)
     program = f"""{INTERRUPTION}
@@ -230,7 +238,8 @@ for agree in (True, False):
     words, limit = [python(), "-c", program], patient(100)
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=limit)
     assert (done.returncode, done.stdout) == (143, "saved\n"), done.stderr
-    assert done.stderr == f"No common stop within {seconds:g} s after SIGTERM: ended without saving.\n"
+    last = f"No common stop within {seconds:g} s after SIGTERM: ended without saving.\n"
+    assert done.stderr == f"{SAID}{SAID}{last}"
 
 
 def test_a_second_sigterm_ends_at_once_even_inside_a_blocking_call() -> None:
@@ -257,7 +266,7 @@ with Interruption(LockstepWorld(1).transports[0]):
                 break
         process.kill()
         errors = process.communicate()[1]
-    assert process.returncode == 143 and errors == "A second SIGTERM: ended without saving.\n"
+    assert process.returncode == 143 and errors == f"{SAID}A second SIGTERM: ended without saving.\n"
 
 
 def warnings_of(norms: Any, ratio: float = 0.01) -> Any:
