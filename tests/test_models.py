@@ -31,13 +31,19 @@ from dgc_models.transformer_layers import DecoderState
 
 # the name, the parameters, the tensors, the matrices, the features
 MODELS = [
-    ("resnet20", 269_722, 59, 20, 64), ("resnet56", 853_018, 167, 56, 64),
-    ("resnet110", 1_727_962, 329, 110, 64), ("resnet18", 11_173_962, 62, 21, 512),
-    ("resnet50", 23_520_842, 161, 54, 2048), ("resnet101", 42_512_970, 314, 105, 2048),
-    ("vgg16_bn", 14_728_266, 54, 14, 512), ("vgg19_bn", 20_040_522, 66, 17, 512),
-    ("alexnet", 2_472_266, 12, 6, 256), ("senet18", 11_260_354, 88, 37, 512),
-    ("densenet121", 6_956_298, 362, 121, 1024), ("densenet169", 12_493_322, 506, 169, 1664),
-]  # fmt: skip
+    ("resnet20", 269_722, 59, 20, 64),
+    ("resnet56", 853_018, 167, 56, 64),
+    ("resnet110", 1_727_962, 329, 110, 64),
+    ("resnet18", 11_173_962, 62, 21, 512),
+    ("resnet50", 23_520_842, 161, 54, 2048),
+    ("resnet101", 42_512_970, 314, 105, 2048),
+    ("vgg16_bn", 14_728_266, 54, 14, 512),
+    ("vgg19_bn", 20_040_522, 66, 17, 512),
+    ("alexnet", 2_472_266, 12, 6, 256),
+    ("senet18", 11_260_354, 88, 37, 512),
+    ("densenet121", 6_956_298, 362, 121, 1024),
+    ("densenet169", 12_493_322, 506, 169, 1664),
+]
 ENDS: Any = {"begin": BEGIN, "end": END}
 TRAIN = [("ein Haus", "a house"), ("ein Hund", "a dog"), ("das Haus", "the house"), ("der Hund", "the dog")]
 TEST = [("das Hundehaus", "the doghouse"), ("ein\u2028Haus", "a house")]
@@ -400,8 +406,10 @@ def test_each_pair_is_in_one_batch_of_at_most_max_tokens_with_padding_at_the_end
 
 
 def test_the_preparation_of_wmt16(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, english, german in (("a", ["a  house", "", "one"], ["ein Haus", "x", "ein sehr langer Satz"]),
-                                  ("b", ["the\u2028dog"], ["der Hund"])):  # fmt: skip
+    for name, english, german in (
+        ("a", ["a  house", "", "one"], ["ein Haus", "x", "ein sehr langer Satz"]),
+        ("b", ["the\u2028dog"], ["der Hund"]),
+    ):
         (tmp_path / f"{name}.en").write_text("".join(f"{text}\n" for text in english), encoding="utf-8")
         (tmp_path / f"{name}.de").write_text("".join(f"{text}\r\n" for text in german), encoding="utf-8")
     sgml = '<srcset setid="x"><doc>\n<p>\n<seg id="1">{}</seg>\n<SEG id="2">{}</SEG>\n</p></doc></srcset>\n'

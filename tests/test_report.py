@@ -285,52 +285,116 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
 # What the report refuses with one line that names the file: a whole file that is damaged, ...
 FILES: dict[str, list[Damage]] = {
     "summary.json": [
-        summary()[:40], '{"metric": "é'.encode()[:-1], bytes(100), summary().decode().encode("utf-16"), b"[]",
-        b"3", b"null", b'"epochs"', b"{}", b'{"loss": 3}', summary() * 2, b'{"epochs": 1, "a": ' + b"[" * 100_000,
-        b'{"epochs": ' + b"9" * 10_000 + b"}"],
+        summary()[:40],
+        '{"metric": "é'.encode()[:-1],
+        bytes(100),
+        summary().decode().encode("utf-16"),
+        b"[]",
+        b"3",
+        b"null",
+        b'"epochs"',
+        b"{}",
+        b'{"loss": 3}',
+        summary() * 2,
+        b'{"epochs": 1, "a": ' + b"[" * 100_000,
+        b'{"epochs": ' + b"9" * 10_000 + b"}",
+    ],
     "config.yaml": [
-        b"train: {metric: ", b"train: \x01", b"- 1\n- 2\n", b"train", b"train:\n\tmetric: 3\n", b"train: 5",
-        b"train: [1]", b"train: {num_epochs: 2}", b"train: !!python/object/apply:os.system ['true']",
-        b"? [1, 2]\n: 3\n? {a: b}\n: 4\n", b"train: 2001-99-99", b"train: *there", b"train: &a {b: *a}",
-        BOMB.encode(), b"[" * 20_000, b"train: {num_epochs: " + b"9" * 10_000 + b"}", b"seed: 0x" + b"f" * 10_000],
+        b"train: {metric: ",
+        b"train: \x01",
+        b"- 1\n- 2\n",
+        b"train",
+        b"train:\n\tmetric: 3\n",
+        b"train: 5",
+        b"train: [1]",
+        b"train: {num_epochs: 2}",
+        b"train: !!python/object/apply:os.system ['true']",
+        b"? [1, 2]\n: 3\n? {a: b}\n: 4\n",
+        b"train: 2001-99-99",
+        b"train: *there",
+        b"train: &a {b: *a}",
+        BOMB.encode(),
+        b"[" * 20_000,
+        b"train: {num_epochs: " + b"9" * 10_000 + b"}",
+        b"seed: 0x" + b"f" * 10_000,
+    ],
     LOG: [
-        b"BEGIN-TRAINING\n", log(head=HEAD.replace("Loss", "Cost")), log(start="BEGIN"), log(batch="Batch,8"),
-        log(batch="Batch-Size,x"), log(batch="Batch-Size,0"), log(""), log(ROWS[2]), log(ROWS[0], "0,1", ROWS[2]),
-        *(lambda path, to=to: path.rename(path.with_name(to)) for to in ("out_r5_n2.csv", "out_r0_n0.csv"))],
-}  # fmt: skip
+        b"BEGIN-TRAINING\n",
+        log(head=HEAD.replace("Loss", "Cost")),
+        log(start="BEGIN"),
+        log(batch="Batch,8"),
+        log(batch="Batch-Size,x"),
+        log(batch="Batch-Size,0"),
+        log(""),
+        log(ROWS[2]),
+        log(ROWS[0], "0,1", ROWS[2]),
+        *(lambda path, to=to: path.rename(path.with_name(to)) for to in ("out_r5_n2.csv", "out_r0_n0.csv")),
+    ],
+}
 # ... one value of the summary, of the config's train, and of a row
 VALUES: dict[str, list[tuple[str, list[Any]]]] = {
     "summary.json": [
-        ("epochs", [EVIL, NAN, INF, -1, True, [2], 10**400]), ("best_epoch", [EVIL]), ("wire_bytes", ["400", NAN]),
-        ("dropped_steps", [EVIL, {EVIL: 1}]), ("final", [55.0, [55.0], {METRIC: EVIL}]), ("metric", [[METRIC]]),
-        ("best", [{METRIC: [60.0]}, METRIC]), ("dense_wire_bytes", [EVIL, 1e300]), ("lower_is_better", ["no"])],
+        ("epochs", [EVIL, NAN, INF, -1, True, [2], 10**400]),
+        ("best_epoch", [EVIL]),
+        ("wire_bytes", ["400", NAN]),
+        ("dropped_steps", [EVIL, {EVIL: 1}]),
+        ("final", [55.0, [55.0], {METRIC: EVIL}]),
+        ("metric", [[METRIC]]),
+        ("best", [{METRIC: [60.0]}, METRIC]),
+        ("dense_wire_bytes", [EVIL, 1e300]),
+        ("lower_is_better", ["no"]),
+    ],
     "config.yaml": [
-        ("num_epochs", [EVIL, [2], NAN, 10**300]), ("metric", [5]), ("meters", [[METRIC], {METRIC: "_target_"}]),
-        ("compression", ["_target_", {"_target_": 5}, {"_target_": {"a": 1}}]), ("gossip", [["_target_"]])],
+        ("num_epochs", [EVIL, [2], NAN, 10**300]),
+        ("metric", [5]),
+        ("meters", [[METRIC], {METRIC: "_target_"}]),
+        ("compression", ["_target_", {"_target_": 5}, {"_target_": {"a": 1}}]),
+        ("gossip", [["_target_"]]),
+    ],
     LOG: [
-        ("Epoch", ["nan", "inf", "9" * 400, "-3"]), ("itr", ["inf", "1e300"]), ("BT(s)", ["nan", "inf"]),
-        ("Loss", [EVIL]), ("wire_bytes", ["-5e20"]), ("wait(s)", ["inf"]), ("elapsed(s)", ["1e305"])],
-}  # fmt: skip
+        ("Epoch", ["nan", "inf", "9" * 400, "-3"]),
+        ("itr", ["inf", "1e300"]),
+        ("BT(s)", ["nan", "inf"]),
+        ("Loss", [EVIL]),
+        ("wire_bytes", ["-5e20"]),
+        ("wait(s)", ["inf"]),
+        ("elapsed(s)", ["1e305"]),
+    ],
+}
 NO_ALGORITHMS = {"_target_": "dgc.local.OuterSteps", "base": 5, "outer": [EVIL], "compression": EVIL}
 # damages with which the report is written
 SHOWN: dict[str, list[Damage]] = {
     "summary.json": [
-        Path.unlink, json.dumps(dict.fromkeys(SUMMARY) | {"epochs": 2}).encode(), summary(best_epoch=None),
-        summary(final={METRIC: NAN}, best={METRIC: NAN}), summary(final={METRIC: 1e308}, best={METRIC: -INF}),
-        summary(metric=EVIL, final={EVIL: 1.0}, best={EVIL: 1.0}), summary(**{EVIL: EVIL}),
-        summary(dropped_steps=10**29), b'{"epochs": 2, "metric": "\\ud800"}',  # half of a surrogate pair
+        Path.unlink,
+        json.dumps(dict.fromkeys(SUMMARY) | {"epochs": 2}).encode(),
+        summary(best_epoch=None),
+        summary(final={METRIC: NAN}, best={METRIC: NAN}),
+        summary(final={METRIC: 1e308}, best={METRIC: -INF}),
+        summary(metric=EVIL, final={EVIL: 1.0}, best={EVIL: 1.0}),
+        summary(**{EVIL: EVIL}),
+        summary(dropped_steps=10**29),
+        b'{"epochs": 2, "metric": "\\ud800"}',  # half of a surrogate pair
     ],
     "config.yaml": [
-        Path.unlink, config(num_epochs="${derive:" + EVIL + "}"), config(metric=EVIL), config(local=NO_ALGORITHMS),
-        config(compression={"_target_": EVIL}), config() + b"5: {null: 1, 2.5: <b>}\n2001-01-01: 3\n",
-        config() + b"a: !!binary aGk=\nb: !!set {x, y}\n", config(kernels="a\x1b[31m\u202e\x00")],
+        Path.unlink,
+        config(num_epochs="${derive:" + EVIL + "}"),
+        config(metric=EVIL),
+        config(local=NO_ALGORITHMS),
+        config(compression={"_target_": EVIL}),
+        config() + b"5: {null: 1, 2.5: <b>}\n2001-01-01: 3\n",
+        config() + b"a: !!binary aGk=\nb: !!set {x, y}\n",
+        config(kernels="a\x1b[31m\u202e\x00"),
+    ],
     LOG: [
-        log()[:-9], log(*ROWS, *ROWS), *(row(Loss=value) for value in ("nan", "inf", "-1e308")),
+        log()[:-9],
+        log(*ROWS, *ROWS),
+        *(row(Loss=value) for value in ("nan", "inf", "-1e308")),
         log(*(re.sub(",[23],([56]0)", r",nan,\1", line) for line in ROWS)),  # every loss
         log(*(re.sub(r"^(0,-?\d),2,1,2", r"\1,0,0,0", line) for line in ROWS)),  # 0 seconds
         log(*(line.replace(",100,", ",-1,").replace(",300,", ",-1,") for line in ROWS)),  # unknown bytes
-        log().replace(b"\n", b"\r\n")],
-}  # fmt: skip
+        log().replace(b"\n", b"\r\n"),
+    ],
+}
 
 
 def made(path: Path, name: str = "", damage: Damage = b"") -> Path:
@@ -466,10 +530,18 @@ def written(path: Path, changes: dict[str, list[float]]) -> Path:
 
 def test_damaged_tensorboard_files(tmp_path: Path, capsys: Printed) -> None:
     changes: tuple[dict[str, list[float]], ...] = (
-        {"train/steps": []}, {"train/steps": [4.0]}, {"train/steps": [0.0, 0.0]}, {"train/steps": [NAN, NAN]},
-        {"train/steps": [-4.0, 8.0]}, {"bytes/wire": []}, {"bytes/wire": [NAN, INF]}, {"time/elapsed": [1.0, INF]},
-        {"time/elapsed": [-1.0, -2.0]}, {"time/data": [NAN, 1.0]}, {"bytes/wire_per_step": [INF, 1.0]},
-    )  # fmt: skip
+        {"train/steps": []},
+        {"train/steps": [4.0]},
+        {"train/steps": [0.0, 0.0]},
+        {"train/steps": [NAN, NAN]},
+        {"train/steps": [-4.0, 8.0]},
+        {"bytes/wire": []},
+        {"bytes/wire": [NAN, INF]},
+        {"time/elapsed": [1.0, INF]},
+        {"time/elapsed": [-1.0, -2.0]},
+        {"time/data": [NAN, 1.0]},
+        {"bytes/wire_per_step": [INF, 1.0]},
+    )
     for i, change in enumerate(changes):
         run = written(tmp_path / f"run{i}", change)
         assert f"the TensorBoard files in {run} are damaged" in refused(capsys, run), change

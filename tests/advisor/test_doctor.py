@@ -86,12 +86,17 @@ NOTES_ANYWHERE: dict[str, dict[str, Any]] = {
 NOTES_IN_THE_REPOSITORY: dict[str, dict[str, Any]] = {
     "dgc is not installed": {"imported_elsewhere": None},
     "torch.distributed connects the ranks": {
-        "versions": NO_HOROVOD, "mpirun": None, "cores": 2, "is_root": True, "horovod_ranks": Probe(),
-        "horovod": Probe(error="No module named 'horovod'"), "mpi4py": Probe(error="No module named 'mpi4py'"),
+        "versions": NO_HOROVOD,
+        "mpirun": None,
+        "cores": 2,
+        "is_root": True,
+        "horovod_ranks": Probe(),
+        "horovod": Probe(error="No module named 'horovod'"),
+        "mpi4py": Probe(error="No module named 'mpi4py'"),
     },
     "2 cores": {"cores": 2},
     "operator torchvision::nms": {"torchvision": Probe(error="operator torchvision::nms does not exist")},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("problem", ANYWHERE)

@@ -41,9 +41,14 @@ def tree(size: Any) -> Any:
 
 
 GRAPHS = {
-    bipartite_complete: (2, 3, 4, 5, 8, 16), line: (2, 3, 8, 17), tree: (5, 8, 16),
-    gossip.ring: (5, 8), gossip.grid: (9,), gossip.full: (5,), gossip.exponential: (8,),
-}  # fmt: skip
+    bipartite_complete: (2, 3, 4, 5, 8, 16),
+    line: (2, 3, 8, 17),
+    tree: (5, 8, 16),
+    gossip.ring: (5, 8),
+    gossip.grid: (9,),
+    gossip.full: (5,),
+    gossip.exponential: (8,),
+}
 CASES: list[Any] = [pytest.param(graph, n, id=f"{graph.__name__}-{n}") for graph, ns in GRAPHS.items() for n in ns]
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 

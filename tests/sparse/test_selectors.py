@@ -29,15 +29,23 @@ from dgc_models import DigitsCNN
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 SELECTORS = {
-    "exact": selectors.Exact(), "exact of the bucket": selectors.Exact(per_bucket=True),
-    "radix": selectors.Radix(), "predicted": selectors.Predicted(), "trimmed": selectors.Trimmed(),
-    "sampled": Sampled(), "half sampled": Sampled(sample_ratio=0.5),
-    "sampled at random": Sampled(strided_sample=False), "sampled without resampling": Sampled(resample=False),
+    "exact": selectors.Exact(),
+    "exact of the bucket": selectors.Exact(per_bucket=True),
+    "radix": selectors.Radix(),
+    "predicted": selectors.Predicted(),
+    "trimmed": selectors.Trimmed(),
+    "sampled": Sampled(),
+    "half sampled": Sampled(sample_ratio=0.5),
+    "sampled at random": Sampled(strided_sample=False),
+    "sampled without resampling": Sampled(resample=False),
     "sampled without adaptation": Sampled(max_adaptation_iters=0),
     "sampled tightly": Sampled(compress_upper_bound=1.0, compress_lower_bound=1.0, resample=False),
-    "laplace": Laplace(), "laplace, redsync": Laplace(stop="redsync"), "laplace, exact": Laplace(stop="exact"),
-    "laplace, secant": Laplace(method="secant"), "laplace, warm": Laplace(warm_start=True),
-}  # fmt: skip
+    "laplace": Laplace(),
+    "laplace, redsync": Laplace(stop="redsync"),
+    "laplace, exact": Laplace(stop="exact"),
+    "laplace, secant": Laplace(method="secant"),
+    "laplace, warm": Laplace(warm_start=True),
+}
 # These send the k largest of every tensor, whatever the numbers.
 EXACT = ("exact", "radix", "predicted", "trimmed")
 
@@ -152,14 +160,16 @@ def test_bad_options_and_every_estimator_is_in_the_table() -> None:
     wrong: list[tuple[Any, str, dict[str, Any]]] = [
         (Laplace, "stop is one of redsync, tight, exact", {"stop": "loose"}),
         (Laplace, "method is one of bisection, secant", {"method": "newton"}),
-        (Laplace, "passes", {"passes": 0}), (selectors.Trimmed, "step", {"step": 0.0}),
-        (selectors.Fixed, "threshold", {"threshold": 0.0}), (selectors.Predicted, "margin", {"margin": 0.0}),
+        (Laplace, "passes", {"passes": 0}),
+        (selectors.Trimmed, "step", {"step": 0.0}),
+        (selectors.Fixed, "threshold", {"threshold": 0.0}),
+        (selectors.Predicted, "margin", {"margin": 0.0}),
         *((Sampled, "sample_ratio", {"sample_ratio": ratio}) for ratio in (0.0, 1.1)),
         (Sampled, "compress_upper_bound", {"compress_upper_bound": 0.9}),
         *((Sampled, "compress_lower_bound", {"compress_lower_bound": bound}) for bound in (0.0, 1.1)),
         (Sampled, "max_adaptation_iters", {"max_adaptation_iters": -1}),
         (selectors.TopKPerChunk, "chunk_size must be 1 element or more, not 0", {"chunk_size": 0}),
-    ]  # fmt: skip
+    ]
     check_refusals(*((partial(kind, **options), words) for kind, words, options in wrong))
     estimators = {kind for base in Estimator.__subclasses__() for kind in (base, *base.__subclasses__())}
     of_product = {e.__name__ for e in estimators if e.__module__.startswith("dgc.")}

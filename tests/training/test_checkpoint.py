@@ -49,9 +49,13 @@ METHODS: dict[str, Any] = {
 FLAT_4, FLAT_3, TWO_BY_TWO, THREE_BY_TWO, TWO_BY_THREE = (4, None), (3, None), (4, 2), (6, 2), (6, 3)
 BETWEEN_RANKS = [((old, None), (new, None)) for old, new in ((3, 2), (4, 1), (2, 5))]
 BETWEEN_MACHINES: list[Any] = [
-    (TWO_BY_TWO, FLAT_4), (FLAT_4, TWO_BY_TWO), (FLAT_3, TWO_BY_THREE), (TWO_BY_TWO, THREE_BY_TWO),
-    (THREE_BY_TWO, TWO_BY_THREE), (TWO_BY_THREE, FLAT_3),
-]  # fmt: skip
+    (TWO_BY_TWO, FLAT_4),
+    (FLAT_4, TWO_BY_TWO),
+    (FLAT_3, TWO_BY_THREE),
+    (TWO_BY_TWO, THREE_BY_TWO),
+    (THREE_BY_TWO, TWO_BY_THREE),
+    (TWO_BY_THREE, FLAT_3),
+]
 
 
 def on_ranks(directory: Path, size: int, body: Callable[[Checkpoints, int], Any]) -> Any:

@@ -35,12 +35,17 @@ WM5, SGP, RING = (f"configs/{name}.py" for name in ("dgc/wm5", "gossip/sgp", "to
 HEAD = "import torch\nfrom dgc_training.config import Config, configs, derived\n"
 SHIPPED = [str(file.relative_to(REPOSITORY)) for file in config_files(REPOSITORY / "configs")]
 BEFORE = {  # what stands before a file, or before those of a folder; otherwise CNN
-    "digits": [], "selection": [CNN, WM5], "topology": [CNN, SGP], "wmt16/tokens400k": ["configs/wmt16/base.py"],
+    "digits": [],
+    "selection": [CNN, WM5],
+    "topology": [CNN, SGP],
+    "wmt16/tokens400k": ["configs/wmt16/base.py"],
     **dict.fromkeys(("gossip/fp16", "gossip/bf16", "gossip/int8"), [CNN, SGP]),
     **dict.fromkeys(("numwords/sgd", "numwords/by_epoch"), ["configs/numwords/tiny.py"]),
-    "pysource/sgd": ["configs/pysource/lstm.py"], "pysource/gpt2_small": ["configs/pysource/gpt.py"],
-    "adam/fp16": [CNN, "configs/adam/onebit_adam.py"], "contrib/zero_one_adam": [CNN, "configs/adam"],
-}  # fmt: skip
+    "pysource/sgd": ["configs/pysource/lstm.py"],
+    "pysource/gpt2_small": ["configs/pysource/gpt.py"],
+    "adam/fp16": [CNN, "configs/adam/onebit_adam.py"],
+    "contrib/zero_one_adam": [CNN, "configs/adam"],
+}
 PYTHON = """
 configs.train.optimizer = Config(torch.optim.Adam)
 configs.train.optimizer.lr = 1e-3
@@ -95,10 +100,16 @@ def test_derived_values_follow_overrides_and_later_files(tmp_path: Path) -> None
 
 def test_a_formula_is_arithmetic_and_nothing_else() -> None:
     for formula, value in (
-        ("2 + 3 * 4 - 1", 13), ("7 / 2", 3.5), ("7 // 2 % 2", 1), ("-2 ** 2", -4.0), ("2 ** -1", 0.5),
-        ("min(seed, 3) + max(1, 2.5)", 5.5), ("(seed - 40) * +2", 4), ("seed / a.b", 14.0),
+        ("2 + 3 * 4 - 1", 13),
+        ("7 / 2", 3.5),
+        ("7 // 2 % 2", 1),
+        ("-2 ** 2", -4.0),
+        ("2 ** -1", 0.5),
+        ("min(seed, 3) + max(1, 2.5)", 5.5),
+        ("(seed - 40) * +2", 4),
+        ("seed / a.b", 14.0),
         ("max(1e1, 2.) + 1_0 ** 2", 110.0),
-    ):  # fmt: skip
+    ):
         tree = OmegaConf.create({"seed": 42, "a": {"b": 3}, "x": f'${{derive:"{formula}"}}'})
         assert tree.x == value and type(tree.x) is type(value), formula
     wrong = ("f(1)", "a[0]", "'a'", "a if b else c", "lambda: 1", "a.b()", "max()", "a <", "True", "min(a, key=b)")
@@ -270,10 +281,12 @@ def test_literals_and_overrides_in_every_form() -> None:
 
 def test_import_paths_are_short_and_keywords_accept_what_their_annotations_say() -> None:
     for target, path in (
-        (torch.nn.CrossEntropyLoss, "torch.nn.CrossEntropyLoss"), (torch.optim.SGD, "torch.optim.SGD"),
+        (torch.nn.CrossEntropyLoss, "torch.nn.CrossEntropyLoss"),
+        (torch.optim.SGD, "torch.optim.SGD"),
         (torch.optim.lr_scheduler.CosineAnnealingLR, "torch.optim.lr_scheduler.CosineAnnealingLR"),
-        (torch.nn.functional.cross_entropy, "torch.nn.functional.cross_entropy"), (Path, "pathlib.Path"),
-    ):  # fmt: skip
+        (torch.nn.functional.cross_entropy, "torch.nn.functional.cross_entropy"),
+        (Path, "pathlib.Path"),
+    ):
         assert import_path(target) == path and import_target(path) is target
     for nameless in (dict.fromkeys, lambda: 1):
         with pytest.raises(ValueError):
@@ -371,9 +384,13 @@ configs.train.compression.memory.momentum = configs.train.optimizer.momentum
 }
 DILOCO, ZERO_ONE = "configs/local/diloco.py", ["configs/adam", "configs/contrib/zero_one_adam.py"]
 STACKS = [
-    [DILOCO], [SGP, "configs/local/slowmo.py"], [SGP, "configs/gossip/machines.py", "configs/local/pga.py"],
-    [DILOCO, "configs/local/machines.py"], ["configs/local/sparseloco.py", "configs/local/ramp.py"], ZERO_ONE,
-]  # fmt: skip
+    [DILOCO],
+    [SGP, "configs/local/slowmo.py"],
+    [SGP, "configs/gossip/machines.py", "configs/local/pga.py"],
+    [DILOCO, "configs/local/machines.py"],
+    ["configs/local/sparseloco.py", "configs/local/ramp.py"],
+    ZERO_ONE,
+]
 
 
 @pytest.mark.usefixtures("no_type_checks")

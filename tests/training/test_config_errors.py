@@ -14,34 +14,40 @@ DGC = "configs/dgc/__init__.py"
 ROUTE, RANK2, QSGD = "configs/route/matrices_only.py", "configs/powersgd/rank2.py", "configs/quant/qsgd.py"
 UNKNOWN = [
     ("train.num_epoch 5", "unknown key train.num_epoch; closest: train.num_epochs"),
-    ("trian.num_epochs 5", "unknown key trian; closest: train"), ("num_epochs 5", "closest: train.num_epochs"),
+    ("trian.num_epochs 5", "unknown key trian; closest: train"),
+    ("num_epochs 5", "closest: train.num_epochs"),
     ("train.optimizer.momentun 0", "SGD takes no keyword 'momentun'; closest: train.optimizer.momentum"),
     ("train.meters.acc/{}_top1.kk 5", "dgc_training.meters.TopKClassMeter takes no keyword 'kk'"),
     ("train.meters.acc/{}_top9.k 5", "it must be a node that names its constructor (_target_)"),
     ("model.zzzzzzzzzzzz 5", "takes no keyword 'zzzzzzzzzzzz'; there are: model.num_classes"),
     ("train.scheduler.T_max.x 5", "train.scheduler.T_max is {'x': 5}, but it must be a whole number"),
     ("train.compression.memory.momentum 0.5", "dgc.compression.DenseCompressor takes no keyword 'memory'"),
-    ("train.compression.compress_ratio 1", "or configs/dgc/... or"), ("train null", "be a mapping"),
-]  # fmt: skip
+    ("train.compression.compress_ratio 1", "or configs/dgc/... or"),
+    ("train null", "be a mapping"),
+]
 FAILING_PYTHON = [
     ("def f():\n    raise OSError('gone')\nf()", "line 4: OSError: gone"),
-    ("x = (", "line 3: SyntaxError: '(' was never closed"), ("raise SystemExit(3)", "line 3: SystemExit: 3"),
+    ("x = (", "line 3: SyntaxError: '(' was never closed"),
+    ("raise SystemExit(3)", "line 3: SystemExit: 3"),
     ("configs.model = torch.nn.Linear", "line 3: ValueError: model is <class 'torch.nn.modules.linear.Linear'>"),
     ("configs.model = Config(lambda: 1)", "cannot be imported by that path"),
     ("class Net: pass\nconfigs.model = Config(Net)", "define it at the top of a module of its own"),
     ("configs.seed = torch.zeros(1)", "seed is tensor([0.]), but it must be null, bool, int, float, str, list"),
     ("configs.train.scheduler.milestones = [1]\nconfigs.train.scheduler.milestones.append({1})", "milestones is"),
-    ("configs.train.items = 3", "'items' is also a method"), ("configs.x = configs", "mine.py: "),
+    ("configs.train.items = 3", "'items' is also a method"),
+    ("configs.x = configs", "mine.py: "),
     ("configs.seed = derived('1//0')", 'seed is ${derive:"1//0"}: integer division or modulo by zero'),
     ("configs.seed = derived('f(x)')", "'f(x)' is not made of keys"),
     ("configs.train.scheduler.T_max -= 1", "line 3: TypeError"),
-]  # fmt: skip
+]
 FAILING_YAML = [
-    ("seed: 1\ntrain: [1", "line 2, column 8"), ("seed: 1\nseed: 2", "found duplicate key seed"),
+    ("seed: 1\ntrain: [1", "line 2, column 8"),
+    ("seed: 1\nseed: 2", "found duplicate key seed"),
     ("a: !!python/object/apply:os.getcwd []", "could not determine a constructor"),
-    ("1: 2", "a config key must be a non-empty string, not 1"), ("- 1", "a mapping of keys, not a list"),
+    ("1: 2", "a config key must be a non-empty string, not 1"),
+    ("- 1", "a mapping of keys, not a list"),
     ("seed: ${oops", "${oops"),
-]  # fmt: skip
+]
 
 
 def message_of(*stack: str | Path, words: str | Sequence[str] = "") -> str:
@@ -186,14 +192,19 @@ def test_wrong_types_and_values(file: Path) -> None:
     node, whole = "a node that names its constructor (_target_)", "a whole number, at least 1"
     for key, values, kind in (
         ("train.num_epochs", ["abc", "1.5", "0", "true", "[1]", '${derive:"1/2"}'], whole),
-        ("train.num_batches_per_step", ["null", "-1"], whole), ("train.checkpoint_every", ["0.5", "abc"], whole),
+        ("train.num_batches_per_step", ["null", "-1"], whole),
+        ("train.checkpoint_every", ["0.5", "abc"], whole),
         ("train.bucket_mb", ["0"], "a number, at least 0.001"),
-        ("data.num_workers", ["-1"], "a whole number, at least 0"), ("train.scheduler.T_max", ["abc"], "a whole"),
-        ("train.optimizer.lr", ["fast", "nan"], "a number"), ("train.metric", ["5", "{a: 1}"], "text"),
-        ("deterministic", ["1", "null"], "true or false"), ("train.criterion", ["5", "null"], node),
-        ("dataset", ["5"], node), ("train.criterion._partial_", ["3"], "true or false"),
+        ("data.num_workers", ["-1"], "a whole number, at least 0"),
+        ("train.scheduler.T_max", ["abc"], "a whole"),
+        ("train.optimizer.lr", ["fast", "nan"], "a number"),
+        ("train.metric", ["5", "{a: 1}"], "text"),
+        ("deterministic", ["1", "null"], "true or false"),
+        ("train.criterion", ["5", "null"], node),
+        ("dataset", ["5"], node),
+        ("train.criterion._partial_", ["3"], "true or false"),
         ("train.compression.warmup_coeff", ["abc"], "a number or a list"),
-    ):  # fmt: skip
+    ):
         for value in values:
             message = refusal(CNN, WM5O, words=[f"--configs.{key}", value])
             assert message.startswith(f"command line, --configs.{key}: {key} is"), (key, value)
@@ -240,15 +251,21 @@ def test_targets_that_cannot_be_imported(file: Path, monkeypatch: MonkeyPatch) -
 def test_formulas_without_a_value(file: Path) -> None:
     key, absent = "train.scheduler.T_max", "there is no key 'train.num_epoch'; closest: train.num_epochs"
     derivations = {
-        "train.num_epoch": absent, key: "it refers back to itself", "__import__": "there is no key '__import__'",
-        "train.metric+1": "train.metric is 'acc/test_top1', not a number", "1/0": "division by zero",
-        "9**9**9": "math range error", "(0-2)**0.5": "math domain error",
-    }  # fmt: skip
+        "train.num_epoch": absent,
+        key: "it refers back to itself",
+        "__import__": "there is no key '__import__'",
+        "train.metric+1": "train.metric is 'acc/test_top1', not a number",
+        "1/0": "division by zero",
+        "9**9**9": "math range error",
+        "(0-2)**0.5": "math domain error",
+    }
     for formula, reason in (
         *((f'${{derive:"{text}"}}', reason) for text, reason in derivations.items()),
-        ("${train.num_epoch}", absent), (f"${{{key}}}", "it refers back to itself"), ("${nosuch:3}", "nosuch"),
+        ("${train.num_epoch}", absent),
+        (f"${{{key}}}", "it refers back to itself"),
+        ("${nosuch:3}", "nosuch"),
         ("${oops", "${oops"),
-    ):  # fmt: skip
+    ):
         message = refusal(CNN, words=f"--configs.{key} {formula}")
         assert message.startswith(f"command line, --configs.{key}: {key} is") and reason in message, message
     message = refusal(CNN, yaml(file, "seed: ${train.timeout}\ntrain: {timeout: '${derive:\"seed + 1\"}'}"))
@@ -345,9 +362,11 @@ def test_a_key_without_the_prefix_is_shown_with_it() -> None:
 def test_the_first_value_of_a_keyword_has_the_type_of_its_annotation(file: Path, monkeypatch: MonkeyPatch) -> None:
     head = "from dgc.compression import DGCCompressor\nconfigs.train.compression = Config(DGCCompressor, "
     for keyword, value, kind in (
-        ("warmup_epochs", "'five'", "a whole number"), ("warmup_epochs", "2.5", "a whole number"),
-        ("fp16_values", "'yes'", "true or false"), ("warmup_coeff", "'x'", "a number or a list"),
-    ):  # fmt: skip
+        ("warmup_epochs", "'five'", "a whole number"),
+        ("warmup_epochs", "2.5", "a whole number"),
+        ("fp16_values", "'yes'", "true or false"),
+        ("warmup_coeff", "'x'", "a number or a list"),
+    ):
         wrong = f"mine.py: train.compression.{keyword} is {value}, but it must be {kind}"
         assert refusal(CNN, python(file, f"{head}{keyword}={value})")) == wrong
     message = refusal(CNN, python(file, f"{head}warmup_coeff=[1, 'x'])"))
@@ -381,13 +400,14 @@ def test_words_that_are_no_overrides() -> None:
         (["--configs.seed="], "--configs.seed has no value; write null for none"),
         *((["--configs.seed", *rest], "has no value") for rest in ([], [" "], ["--configs.train.dgc", "true"])),
         (["--config.seed", "3"], "unexpected '--config.seed' on the command line; closest: --configs.seed"),
-        (["--configs.", "3"], "unexpected '--configs.'"), (["--configs.seed", "3", WM5], f"unexpected '{WM5}'"),
+        (["--configs.", "3"], "unexpected '--configs.'"),
+        (["--configs.seed", "3", WM5], f"unexpected '{WM5}'"),
         (["--nothing", "3"], "'--nothing' on the command line; overrides are written --configs.KEY VALUE"),
         *((words, "is no list or mapping") for words in ([key, "[1, 2"], ["--configs.seed", "[1, {]"])),
         *(([f"{key}.{index}", "1"], f"there is no '{index}' in a list of 5") for index in "5x"),
         ([f"{scheduler}=null", f"{scheduler}.T_max=3"], "train.scheduler is {'T_max'"),
         (["--configs.a..b", "1"], "a config key must be a non-empty string"),
-    ):  # fmt: skip
+    ):
         message = message_of(CNN, WM5O, words=words)
         assert reason in message, (words, message)
     # long values are cut

@@ -36,14 +36,18 @@ from dgc_training.startup.build import parameter_groups
 
 CPU, STEPS = torch.device("cpu"), 4
 SCHEDULERS: dict[str, Any] = {
-    "none": None, "step": lambda o: lrs.StepLR(o, 2), "exponential": lambda o: lrs.ExponentialLR(o, 0.9),
-    "multistep": lambda o: lrs.MultiStepLR(o, [1, 2]), "cosine": lambda o: lrs.CosineAnnealingLR(o, 5),
-    "polynomial": lambda o: lrs.PolynomialLR(o, 6, 2.0), "linear": lambda o: lrs.LinearLR(o, 0.25, 1.0, 3),
+    "none": None,
+    "step": lambda o: lrs.StepLR(o, 2),
+    "exponential": lambda o: lrs.ExponentialLR(o, 0.9),
+    "multistep": lambda o: lrs.MultiStepLR(o, [1, 2]),
+    "cosine": lambda o: lrs.CosineAnnealingLR(o, 5),
+    "polynomial": lambda o: lrs.PolynomialLR(o, 6, 2.0),
+    "linear": lambda o: lrs.LinearLR(o, 0.25, 1.0, 3),
     "restarts": lambda o: lrs.CosineAnnealingWarmRestarts(o, 3),
     "cyclic": lambda o: lrs.CyclicLR(o, 0.1, 0.5, 3, mode="exp_range", gamma=0.95),
     "inverse square root": lambda o: inverse_square_root(o, 5),
     "onecycle": lambda o: lrs.OneCycleLR(o, max_lr=1.0, total_steps=100),
-}  # fmt: skip
+}
 
 
 class Noisy(TensorDataset):
@@ -337,9 +341,10 @@ def test_inverse_square_root_rises_to_the_rate_and_falls() -> None:
         (lambda: inverse_square_root(optimizer, warmup_steps=-1), "warmup_steps is -1"),
         (lambda: inverse_square_root(optimizer, start=2.0), "start is 2.0"),
         (lambda: make(lrs.ReduceLROnPlateau), "ReduceLROnPlateau"),
-        (lambda: make(type), "not a learning-rate scheduler"), (lambda: make(warmup=-1), "warmup_lr_epochs"),
+        (lambda: make(type), "not a learning-rate scheduler"),
+        (lambda: make(warmup=-1), "warmup_lr_epochs"),
         (lambda: make().load_state_dict(make(SCHEDULERS["cosine"]).state_dict()), "another train.scheduler"),
-    )  # fmt: skip
+    )
 
 
 def test_batch_norm_has_a_group_of_its_own() -> None:

@@ -113,11 +113,12 @@ def test_the_rank_with_other_code_is_reported(tmp_path: Path, monkeypatch: Monke
 def test_the_rank_that_does_not_wait_is_stuck() -> None:
     joined = "rank 1 did not join dgc0.1.0, for which the others have waited 6 s$"
     rows: Any = (
-        ([None, (3.0, "loss"), None], None, ""), ([None, None], None, ""),
+        ([None, (3.0, "loss"), None], None, ""),
+        ([None, None], None, ""),
         ([(6.0, "dgc0.1.0"), None, (5.5, "dgc0.1.0")], 1, joined),
         ([(6.0, "a"), None, None], 1, r"ranks \[1, 2\] did not join a"),
         ([(9.0, "loss"), (9.0, "replicas"), (8.0, "loss")], 1, ".*rank 0 for loss; rank 1 for replicas"),
-    )  # fmt: skip
+    )
     for waits, stuck, why in rows:
         found = find_stuck_rank(waits, 5.0)
         assert (found and found[0]) == stuck and (found is None or re.match(why, found[1]))

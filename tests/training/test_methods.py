@@ -33,10 +33,12 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 SETTINGS = "train.num_epochs=1 train.batch_size=180 train.warmup_lr_epochs=0 train.checkpoint_every=null".split()
 SETTINGS += ["data.num_threads_per_worker=1", "model.width=8"]
 BEFORE = {
-    "threshold/server": ["threshold/2bit"], "route/matrices_only": ["quant/qsgd"],
-    "adam/fp16": ["adam/onebit_adam"], "contrib/zero_one_adam": ["adam/__init__"],
+    "threshold/server": ["threshold/2bit"],
+    "route/matrices_only": ["quant/qsgd"],
+    "adam/fp16": ["adam/onebit_adam"],
+    "contrib/zero_one_adam": ["adam/__init__"],
     "dgc/reduce_scatter": ["dgc/wm0", "dgc/int32"],
-}  # fmt: skip
+}
 # the small model is less than one chunk of the default size, and an epoch has four steps
 ALSO = {
     **dict.fromkeys(("adam/onebit_adam", "adam/dgc_adam", "adam/fp16"), ["train.optimizer.freeze_step=2"]),

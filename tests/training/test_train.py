@@ -62,11 +62,14 @@ RUN = "runs/[cifar.resnet20+dgc.wm5].e500.np8/config.yaml"
 NAMES: list[tuple[list[str], str, int | None, str]] = [
     (["configs/digits/cnn.yaml", "configs/dgc"], "", 1, "[digits.cnn+dgc].np1"),
     ([R20, R20], ".e500", 2, "cifar.resnet20.e500.np2"),
-    (["elsewhere/mine.py", WM5], "", 2, "[mine+dgc.wm5].np2"), (["configs/cifar/__init__.py"], "", 2, "cifar.np2"),
-    (["configs/__init__.py"], "", 2, "configs.np2"), ([RUN], "", 4, "[cifar.resnet20+dgc.wm5].e500.repeat.np4"),
-    (["/tmp/mine/config.yaml"], "", 4, "mine.repeat.np4"), ([R20], "", None, "cifar.resnet20.elastic"),
+    (["elsewhere/mine.py", WM5], "", 2, "[mine+dgc.wm5].np2"),
+    (["configs/cifar/__init__.py"], "", 2, "cifar.np2"),
+    (["configs/__init__.py"], "", 2, "configs.np2"),
+    ([RUN], "", 4, "[cifar.resnet20+dgc.wm5].e500.repeat.np4"),
+    (["/tmp/mine/config.yaml"], "", 4, "mine.repeat.np4"),
+    ([R20], "", None, "cifar.resnet20.elastic"),
     (["runs/cifar.resnet20.elastic/config.yaml"], "", None, "cifar.resnet20.repeat.elastic"),
-]  # fmt: skip
+]
 
 
 def run(directory: Path, *settings: str, size: int = 2, options: Any = ()) -> None:
@@ -208,11 +211,14 @@ DAMAGED: dict[str, list[tuple[str, Any, str]]] = {
     "dgc/wm5": [
         ("shared/progress/epoch", math.inf, r"\(rank 0\): (.|\n)*progress\.epoch is inf"),
         ("shared/progress/samples", 2**80, rf"progress\.samples is {2**80}"),
-        (BUFFER, "x", rf"optimizer\.state\.0\.{MOMENTUM} is of type str"), (BUFFER, torch.zeros(3), NO_TENSOR),
+        (BUFFER, "x", rf"optimizer\.state\.0\.{MOMENTUM} is of type str"),
+        (BUFFER, torch.zeros(3), NO_TENSOR),
         (BUFFER, lambda buffer: buffer.to(torch.int8), NO_TENSOR),
-        (BUFFER, with_nan, rf"state\.0\.{MOMENTUM} has NaN"), ("shared/optimizer", GONE, "KeyError"),
+        (BUFFER, with_nan, rf"state\.0\.{MOMENTUM} has NaN"),
+        ("shared/optimizer", GONE, "KeyError"),
         ("shared/optimizer/state/4", None, r"optimizer\.state\.4 is not"),
-        (f"{GROUP}/lr", GONE, r"param_groups\.0 is"), (f"{GROUP}/lr", math.inf, r"param_groups\.0\.lr is inf"),
+        (f"{GROUP}/lr", GONE, r"param_groups\.0 is"),
+        (f"{GROUP}/lr", math.inf, r"param_groups\.0\.lr is inf"),
         (f"{GROUP}/momentum", 0.5, r"param_groups\.0\.momentum is 0\.5, and 0\.9 in the config"),
         ("shared/schedule/scheduler/T_max", GONE, r"schedule\.scheduler is"),
         (f"shared/model/{BIAS}", GONE, "Missing key"),
@@ -224,7 +230,8 @@ DAMAGED: dict[str, list[tuple[str, Any, str]]] = {
     "contrib/onebit": [("rank0/compression/OneBitCompressor.0/errors", with_nan, "errors of .* has NaN")],
     "powersgd/rank4": [
         (
-            f"rank0/{POWERSGD}/errors", lambda errors: {name: error.double() for name, error in errors.items()},
+            f"rank0/{POWERSGD}/errors",
+            lambda errors: {name: error.double() for name, error in errors.items()},
             "errors of .* has type torch.float64, not torch.float32",
         ),
         (f"rank1/{POWERSGD}/Q", with_nan, "Q of .* has NaN"),
@@ -233,7 +240,7 @@ DAMAGED: dict[str, list[tuple[str, Any, str]]] = {
         ("rank0/compression/OSGP.0/z", with_nan, "z has NaN"),
         (f"rank0/compression/optimizer/state/0/{MOMENTUM}", with_nan, rf"rank0\.pt: .*{MOMENTUM} has NaN"),
     ],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("method", DAMAGED)
@@ -367,10 +374,12 @@ def test_arguments_are_read_first(tmp_path: Path, monkeypatch: MonkeyPatch, caps
     args, _ = parse_arguments(["--configs", "a.py", "b.py", "--suffix", ".x", "--configs", "c.py"])
     assert args.configs == ["a.py", "b.py", "c.py"]
     for *words, printed in (
-        ["--devices", "cpu", "--config", "x", "--config"], ["--devices", "cpu", "stray.py", "stray.py"],
+        ["--devices", "cpu", "--config", "x", "--config"],
+        ["--devices", "cpu", "stray.py", "stray.py"],
         ["--devices", "cpu", "--configs.train.num_epoch", "5", "train.num_epoch"],
-        ["--devices", "cpu", "--eval", "--eval"], ["--devices", "gpu", "torch finds no GPU"],
-    ):  # fmt: skip
+        ["--devices", "cpu", "--eval", "--eval"],
+        ["--devices", "gpu", "torch finds no GPU"],
+    ):
         assert train.main([*EXPERIMENT, *words]) == 2 and printed in capsys.readouterr().err
     for words in (["--devices", "tpu"], [*EXPERIMENT, "--evaluate", "--no-resume"]):
         with pytest.raises(SystemExit) as leaving:
