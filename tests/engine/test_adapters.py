@@ -145,7 +145,7 @@ every_adapter = pytest.mark.parametrize("build", ADAPTERS.values(), ids=ADAPTERS
 
 
 @every_adapter
-def test_backward_and_step_inside_autocast_have_the_same_bits(transport: Transport, build: Any) -> None:
+def test_training_inside_autocast_has_the_same_bits(transport: Transport, build: Any) -> None:
     inside, outside = build(transport), build(transport)
     for number in range(3):
         outside.backward(number)
@@ -159,38 +159,66 @@ def test_backward_and_step_inside_autocast_have_the_same_bits(transport: Transpo
 TOO_EARLY = r"state_dict\(\) (while|between) .*set a flag, for the loop to save after step\(\)"
 
 
-@every_adapter
-def test_a_state_inside_a_step_is_refused_and_training_goes_on(transport: Transport, build: Any) -> None:
-    own, other = build(transport), build(transport)
+def trained_with_saves_inside_steps(trained: Trained, steps: int) -> list[RuntimeError]:
+    """Trains, and tries to save inside each step but the first. Returns what the attempts raised."""
+    raised: list[RuntimeError] = []
 
     def save(*_: Any) -> None:
-        with pytest.raises(RuntimeError, match=TOO_EARLY):
-            own.state()
+        with pytest.raises(RuntimeError, match=TOO_EARLY) as error:
+            trained.state()
+        raised.append(error.value)
 
-    for number in range(3):
+    for number in range(steps):
         if number == 1:  # it is known then that this optimizer takes the steps
-            getattr(own.optimizer, "inner", own.optimizer).register_step_pre_hook(save)
-        for trained in (own, other):
-            trained.backward(number)
-            trained.step()
+            getattr(trained.optimizer, "inner", trained.optimizer).register_step_pre_hook(save)
+        trained.backward(number)
+        trained.step()
+    return raised
+
+
+@every_adapter
+def test_a_state_inside_a_step_is_refused(transport: Transport, build: Any) -> None:
+    assert len(trained_with_saves_inside_steps(build(transport), 2)) == 1
+
+
+@every_adapter
+def test_refused_states_inside_steps_do_not_change_the_training(transport: Transport, build: Any) -> None:
+    own, other = build(transport), build(transport)
+    trained_with_saves_inside_steps(own, 3)
+    for number in range(3):
+        other.backward(number)
+        other.step()
     assert all(map(torch.equal, own.weights(), other.weights()))
     assert_equal(own.state(), other.state())
 
 
-@every_adapter
-def test_a_state_between_backward_and_step_is_refused_if_it_is_that_of_the_next_step(
-    transport: Transport, build: Any
-) -> None:
+IN_THEIR_STEP = {"LocalOptimizer": in_local_steps, "aggregate": in_aggregator}  # use gradients in their step only
+DURING_BACKWARD = {name: build for name, build in ADAPTERS.items() if name not in IN_THEIR_STEP}
+
+
+def after_backward(build: Any, transport: Transport) -> tuple[Trained, Any]:
+    """An adapter between the second backward() and its step(), with the state after the first step."""
     trained = build(transport)
     trained.backward(0)
     trained.step()
     before = copy.deepcopy(trained.state())
     trained.backward(1)
-    if build in (in_local_steps, in_aggregator):  # they use gradients in their step only
-        assert_equal(trained.state(), before)
-    else:
-        with pytest.raises(RuntimeError, match=TOO_EARLY):
-            trained.state()
+    return trained, before
+
+
+@pytest.mark.parametrize("build", DURING_BACKWARD.values(), ids=DURING_BACKWARD)
+def test_a_state_between_backward_and_step_is_refused(transport: Transport, build: Any) -> None:
+    trained, _ = after_backward(build, transport)
+    with pytest.raises(RuntimeError, match=TOO_EARLY):
+        trained.state()
+    trained.step()
+    trained.state()
+
+
+@pytest.mark.parametrize("build", IN_THEIR_STEP.values(), ids=IN_THEIR_STEP)
+def test_backward_leaves_the_state_to_the_step_where_the_step_exchanges(transport: Transport, build: Any) -> None:
+    trained, before = after_backward(build, transport)
+    assert_equal(trained.state(), before)
     trained.step()
     trained.state()
 
@@ -263,30 +291,54 @@ def test_an_exchange_may_be_collected_during_a_step_of_an_optimizer(transport: T
 
 
 BAD = {1, 2, 4}
-with_a_policy = pytest.mark.parametrize("build", [b for b in ADAPTERS.values() if b is not in_aggregator])
+WITH_A_POLICY = {name: build for name, build in ADAPTERS.items() if build is not in_aggregator}
+with_a_policy = pytest.mark.parametrize("build", WITH_A_POLICY.values(), ids=WITH_A_POLICY)
 
 
-@with_a_policy
-def test_dropped_steps_are_counted_and_only_the_first_one_is_warned_of(transport: Transport, build: Any) -> None:
-    trained = build(transport)
+def warned_while_trained_with_nan(trained: Trained) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for number in range(6):
             trained.spoilt(number, number in BAD)
-    assert len([w for w in caught if "Further dropped steps are only counted" in str(w.message)]) == 1
+    return [str(warning.message) for warning in caught]
+
+
+@with_a_policy
+def test_only_the_first_dropped_step_is_warned_of(transport: Transport, build: Any) -> None:
+    messages = warned_while_trained_with_nan(build(transport))
+    assert len([message for message in messages if "Further dropped steps are only counted" in message]) == 1
+
+
+@with_a_policy
+def test_dropped_steps_are_counted(transport: Transport, build: Any) -> None:
+    trained = build(transport)
+    warned_while_trained_with_nan(trained)
     assert trained.owner.dropped_steps == len(BAD)
 
 
-@pytest.mark.parametrize("build", ADAPTERS.values(), ids=ADAPTERS)
-def test_dropped_steps_are_counted_and_each_raises_an_error(transport: Transport, build: Any) -> None:
-    trained = build(transport) if build is in_aggregator else build(transport, nonfinite="raise")
+def raised_while_trained_with_nan(trained: Trained) -> list[int]:
     raised = []
     for number in range(6):
         try:
             trained.spoilt(number, number in BAD)
         except NonFiniteGradientError:
             raised.append(number)
-    assert raised == sorted(BAD)
+    return raised
+
+
+def raising(build: Any, transport: Transport) -> Any:
+    return build(transport) if build is in_aggregator else build(transport, nonfinite="raise")
+
+
+@every_adapter
+def test_every_dropped_step_raises_an_error_if_asked_for(transport: Transport, build: Any) -> None:
+    assert raised_while_trained_with_nan(raising(build, transport)) == sorted(BAD)
+
+
+@every_adapter
+def test_dropped_steps_that_raise_are_counted(transport: Transport, build: Any) -> None:
+    trained = raising(build, transport)
+    raised_while_trained_with_nan(trained)
     assert trained.owner.dropped_steps == len(BAD)
 
 

@@ -1,18 +1,20 @@
 """Assignment of gradients to buckets, and their layout."""
 
+import math
 import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
 import torch
 from refusals import refuse
 
 from dgc.compression import DenseCompressor, DGCCompressor, PowerSGDCompressor, Route, Rule
 from dgc.core.bucket import make_bucket
-from dgc.engine.buckets import MEGABYTE, describe, keep_states, plan_buckets
+from dgc.engine.buckets import MEGABYTE, PlannedBucket, describe, keep_states, plan_buckets
 from dgc.memory import NoMemory
 
-DENSE = DenseCompressor()
+DENSE, SPARSE = DenseCompressor(), DGCCompressor(0.1, NoMemory())
 
 
 def parameters(*sizes: Any, dtype: Any = torch.float32) -> Any:
@@ -27,24 +29,52 @@ def plan(named: Any, elements: Any, route: Any = None) -> Any:
     return plan_buckets(named, route or (lambda segment: DENSE), 4 * elements / MEGABYTE, "x")
 
 
-def test_every_parameter_once_in_reverse_order_up_to_the_size_and_a_large_tensor_alone() -> None:
-    assert names(plan(parameters(10, 10, 10, 10, 10), 20)) == [["p4", "p3"], ["p2", "p1"], ["p0"]]
-    assert names(plan(parameters(10, 10, 10), 30)) == [["p2", "p1", "p0"]]
-    assert names(plan(parameters(10, 10, 10), 29)) == [["p2", "p1"], ["p0"]]
-    assert names(plan(parameters(5, 5, 100, 5, 5), 20)) == [["p4", "p3"], ["p2"], ["p1", "p0"]]
-    assert names(plan(parameters(100), 20)) == [["p0"]]
-    assert plan([], 10) == []
-    for size in (0.0, -1.0, float("nan")):
-        refuse("bucket_mb", plan, parameters(3), size)
+@pytest.mark.parametrize(
+    ("sizes", "limit", "expected"),
+    [
+        ((10, 10, 10, 10, 10), 20, [["p4", "p3"], ["p2", "p1"], ["p0"]]),
+        ((10, 10, 10), 30, [["p2", "p1", "p0"]]),
+        ((10, 10, 10), 29, [["p2", "p1"], ["p0"]]),
+        ((), 10, []),
+    ],
+)
+def test_buckets_are_filled_up_to_the_size(sizes: Any, limit: int, expected: Any) -> None:
+    assert names(plan(parameters(*sizes), limit)) == expected
 
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [((5, 5, 100, 5, 5), [["p4", "p3"], ["p2"], ["p1", "p0"]]), ((100,), [["p0"]])],
+)
+def test_a_tensor_larger_than_a_bucket_has_one_of_its_own(sizes: Any, expected: Any) -> None:
+    assert names(plan(parameters(*sizes), 20)) == expected
+
+
+@pytest.mark.parametrize("size", [0.0, -1.0, math.nan])
+def test_a_bucket_size_that_is_not_positive_is_refused(size: float) -> None:
+    refuse("bucket_mb", plan, parameters(3), size)
+
+
+@pytest.fixture(scope="module")
+def many() -> list[PlannedBucket]:
+    """The buckets of up to 50 elements of 60 parameters of random sizes."""
     sizes = torch.randint(1, 40, (60,), generator=torch.Generator().manual_seed(0)).tolist()
-    planned = plan(parameters(*sizes), 50)
-    assert [name for bucket in names(planned) for name in bucket] == [f"p{i}" for i in reversed(range(60))]
-    assert all(p.bucket.numel <= 50 for p in planned)
-    assert len({p.bucket.name for p in planned}) == len(planned)
+    return plan_buckets(parameters(*sizes), lambda segment: DENSE, 4 * 50 / MEGABYTE, "x")
 
 
-def test_one_bucket_per_dtype_and_compressor() -> None:
+def test_every_parameter_is_in_one_bucket_in_reverse_order(many: list[PlannedBucket]) -> None:
+    assert [name for bucket in names(many) for name in bucket] == [f"p{i}" for i in reversed(range(60))]
+
+
+def test_no_bucket_of_several_parameters_exceeds_the_size(many: list[PlannedBucket]) -> None:
+    assert all(p.bucket.numel <= 50 for p in many)
+
+
+def test_buckets_have_different_names(many: list[PlannedBucket]) -> None:
+    assert len({p.bucket.name for p in many}) == len(many)
+
+
+def test_a_bucket_has_one_dtype_with_one_compressor() -> None:
     sparse, other = DGCCompressor(0.1, NoMemory()), DGCCompressor(0.2, NoMemory())
     route = Route([Rule(other, name="h*"), Rule(sparse)])
     shapes = {"a": (3, 3), "b": (3,), "c": (3, 3), "d": (3,), "h": (3, 3), "e": (3, 3)}
@@ -54,11 +84,13 @@ def test_one_bucket_per_dtype_and_compressor() -> None:
     planned = plan(named, 1000, route.compressor_for)
     assert sorted(names(planned)) == [["c"], ["d", "b"], ["e", "a"], ["h"]]
     by_names = {tuple(n): p for n, p in zip(names(planned), planned, strict=True)}
-    assert by_names["e", "a"].compressor is sparse and by_names["h",].compressor is other
+    assert by_names["e", "a"].compressor is sparse
+    assert by_names["h",].compressor is other
     assert by_names["c",].bucket.flat.dtype == torch.float16
     assert by_names["d", "b"].compressor is sparse.fallback
 
-    # what several compressors leave shares a bucket
+
+def test_what_several_compressors_leave_shares_a_bucket() -> None:
     rules = [Rule(DGCCompressor(ratio, NoMemory()), name=f"{i}.*") for i, ratio in enumerate((0.1, 0.2))]
     route = Route([*rules, Rule(DenseCompressor())])
     named = [(f"{i}.{name}", torch.zeros(n)) for i in range(3) for name, n in (("w", (9, 9)), ("b", (9,)))]
@@ -78,34 +110,51 @@ def test_views_have_the_parameters_strides() -> None:
     assert planned.bucket.flat.tolist() == [1.0] * 12 + [2.0] * 12 + [3.0] * 120
 
 
-def test_layout() -> None:
-    for tensor, stride in (
-        *((torch.zeros(3, 4), (4, 1)), (torch.zeros(3, 1, 4), (4, 4, 1)), (torch.zeros(0, 3), (3, 1))),
-        *((torch.zeros(()), ()), (torch.zeros(1), (1,))),
-        *((torch.zeros(3).expand(2, 3), (3, 1)), (torch.zeros(4, 4)[:2, :2], (2, 1))),
-    ):
-        bucket = make_bucket("b", [("p", tensor)])
-        (segment,) = bucket.segments
-        assert segment.stride == stride and segment.shape == tuple(tensor.shape)
-        view = segment.of(bucket.flat)
-        assert view.shape == tensor.shape
-        view.fill_(1.0)
-        assert bucket.flat.sum() == tensor.numel()
-    # an empty tensor takes no place
+@pytest.mark.parametrize(
+    ("tensor", "stride"),
+    [
+        pytest.param(torch.zeros(3, 4), (4, 1), id="matrix"),
+        pytest.param(torch.zeros(3, 1, 4), (4, 4, 1), id="one in the middle"),
+        pytest.param(torch.zeros(0, 3), (3, 1), id="empty"),
+        pytest.param(torch.zeros(()), (), id="number"),
+        pytest.param(torch.zeros(1), (1,), id="one element"),
+        pytest.param(torch.zeros(3).expand(2, 3), (3, 1), id="expanded"),
+        pytest.param(torch.zeros(4, 4)[:2, :2], (2, 1), id="with gaps"),
+    ],
+)
+def test_a_segment_is_dense_in_the_shape_of_its_tensor(tensor: torch.Tensor, stride: tuple[int, ...]) -> None:
+    bucket = make_bucket("b", [("p", tensor)])
+    (segment,) = bucket.segments
+    assert segment.stride == stride and segment.shape == tuple(tensor.shape)
+    view = segment.of(bucket.flat)
+    assert view.shape == tensor.shape
+    view.fill_(1.0)
+    assert bucket.flat.sum() == tensor.numel()
+
+
+def test_an_empty_tensor_takes_no_place() -> None:
     bucket = make_bucket("b", [("a", torch.zeros(2)), ("empty", torch.zeros(0, 3)), ("c", torch.zeros(4))])
     assert [segment.offset for segment in bucket.segments] == [0, 2, 2] and bucket.numel == 6
 
 
-def test_description_tells_names_shapes_types_and_compressors() -> None:
-    first = describe(plan(parameters(3, 4), 100))
-    assert first == describe(plan(parameters(3, 4), 100))
-    sparse = DGCCompressor(0.1, NoMemory())
-    others = [
-        *(plan(parameters(3, 5), 100), plan(parameters(3, 4), 5), plan(parameters(3, 4), 100, lambda s: sparse)),
-        plan(parameters(3, 4, dtype=torch.float16), 100),
-        plan([("q", torch.zeros(3)), ("p1", torch.zeros(4))], 100),
-    ]
-    assert all(describe(other) != first for other in others)
+def test_equal_plans_have_equal_descriptions() -> None:
+    assert describe(plan(parameters(3, 4), 100)) == describe(plan(parameters(3, 4), 100))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param(lambda: plan(parameters(3, 5), 100), id="shapes"),
+        pytest.param(lambda: plan(parameters(3, 4), 5), id="bucket size"),
+        pytest.param(
+            lambda: plan(parameters(3, 4), 100, lambda s: DGCCompressor(0.1, NoMemory())), id="compressor"
+        ),
+        pytest.param(lambda: plan(parameters(3, 4, dtype=torch.float16), 100), id="dtype"),
+        pytest.param(lambda: plan([("q", torch.zeros(3)), ("p1", torch.zeros(4))], 100), id="names"),
+    ],
+)
+def test_plans_that_differ_have_different_descriptions(other: Any) -> None:
+    assert describe(other()) != describe(plan(parameters(3, 4), 100))
 
 
 def dense_of(rank: int, compressor: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
@@ -119,16 +168,24 @@ def dense_of(rank: int, compressor: Any, shapes: Mapping[str, tuple[int, ...]]) 
     return [str(warning.message) for warning in caught]
 
 
+LORA = {f"{layer}.{name}": shape for layer in "012" for name, shape in (("A", (4, 64)), ("B", (64, 4)))}
+
+
 def test_one_warning_says_how_many_tensors_are_too_small_for_powersgd() -> None:
-    lora = {f"{layer}.{name}": shape for layer in "012" for name, shape in (("A", (4, 64)), ("B", (64, 4)))}
-    (told,) = dense_of(0, PowerSGDCompressor(4), {**lora, "bias": (64,)})
+    (told,) = dense_of(0, PowerSGDCompressor(4), {**LORA, "bias": (64,)})
     assert told.startswith("PowerSGDCompressor sends 6 of 7 tensors dense, such as 2.B: their rank is at most its")
-    for rank, compressor, shapes in (
-        (1, PowerSGDCompressor(4), lora),  # another rank says it
-        (0, PowerSGDCompressor(1), lora),
-        (0, PowerSGDCompressor(4, min_compression_rate=0), lora),
-        (0, DenseCompressor(), lora),
-        (0, PowerSGDCompressor(4), {**lora, "first": (64, 64)}),  # most elements are compressed
-        (0, PowerSGDCompressor(4), {"a": (3000,), "b": (3000,)}),  # no matrices
-    ):
-        assert dense_of(rank, compressor, shapes) == []
+
+
+@pytest.mark.parametrize(
+    ("rank", "compressor", "shapes"),
+    [
+        pytest.param(1, PowerSGDCompressor(4), LORA, id="another rank says it"),
+        pytest.param(0, PowerSGDCompressor(1), LORA, id="a smaller rank"),
+        pytest.param(0, PowerSGDCompressor(4, min_compression_rate=0), LORA, id="all compressed"),
+        pytest.param(0, DenseCompressor(), LORA, id="another method"),
+        pytest.param(0, PowerSGDCompressor(4), {**LORA, "first": (64, 64)}, id="most elements are compressed"),
+        pytest.param(0, PowerSGDCompressor(4), {"a": (3000,), "b": (3000,)}, id="no matrices"),
+    ],
+)
+def test_nothing_is_said_of_tensors_that_are_sent_as_intended(rank: int, compressor: Any, shapes: Any) -> None:
+    assert dense_of(rank, compressor, shapes) == []

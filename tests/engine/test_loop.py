@@ -2,7 +2,6 @@
 
 import random
 from functools import partial
-from itertools import product
 from typing import Any
 from unittest.mock import Mock
 
@@ -32,33 +31,46 @@ def step(order: StartOrder, arrivals: list[int]) -> list[list[int]]:
     return started
 
 
-def test_a_bucket_starts_when_it_and_all_before_it_are_full_or_at_the_end() -> None:
-    for numbers, arrivals, started in (
+@pytest.mark.parametrize(
+    ("numbers", "arrivals", "started"),
+    [
         ([2, 1, 1], [1, 0, 0, 2], [[], [], [0, 1], [2], []]),
         ([1, 2, 1], [0, 1, 2], [[0], [], [], [1, 2]]),
-    ):
-        order = StartOrder(numbers, LockstepWorld(1).transports[0], "test")
-        assert step(order, arrivals) == started
+    ],
+)
+def test_a_bucket_waits_for_those_before_it_or_for_the_end(numbers: Any, arrivals: Any, started: Any) -> None:
+    assert step(StartOrder(numbers, LockstepWorld(1).transports[0], "test"), arrivals) == started
+
+
+def test_a_step_begins_with_no_gradients() -> None:
+    order = StartOrder([1, 2, 1], LockstepWorld(1).transports[0], "test")
+    step(order, [0, 1, 2])
     order.reset()
-    assert step(order, []) == [[0, 1, 2]], "a step begins with no gradients"
+    assert step(order, []) == [[0, 1, 2]]
+
+
+def orders(transport: Any, steps: list[tuple[list[int], list[int]]]) -> list[list[int]]:
+    """What starts in the last of these steps. steps: the arrivals of each, and the order after it."""
+    order = StartOrder([1, 1, 1], transport, "test")
+    for arrivals, expected in steps:
+        order.reset()
+        started = step(order, arrivals)
+        if not order.is_learned:
+            order.learn()
+        assert order.groups == expected
+    return started
 
 
 @on_ranks(2)
-def test_every_rank_takes_over_the_order_of_rank_0_once_rank_0_fills_buckets(transport: Any) -> None:
+def test_every_rank_takes_over_the_order_of_rank_0(transport: Any) -> None:
     first = transport.rank == 0
-    for steps in (
-        [([2, 1, 0] if first else [1, 0, 2], [2, 1, 0])] * 2,
-        [([], [0, 1, 2]), ([2], [2, 0, 1]), ([1], [2, 0, 1])],
-    ):
-        order = StartOrder([1, 1, 1], transport, "test")
-        for arrivals, expected in steps:
-            order.reset()
-            started = step(order, arrivals)
-            if not order.is_learned:
-                order.learn()
-            assert order.groups == expected
-        if len(steps) == 2:
-            assert started == ([[2], [1], [0], []] if first else [[], [], [2, 1, 0], []])
+    started = orders(transport, [([2, 1, 0] if first else [1, 0, 2], [2, 1, 0])] * 2)
+    assert started == ([[2], [1], [0], []] if first else [[], [], [2, 1, 0], []])
+
+
+@on_ranks(2)
+def test_the_order_is_learned_once_rank_0_fills_buckets(transport: Any) -> None:
+    orders(transport, [([], [0, 1, 2]), ([2], [2, 0, 1]), ([1], [2, 0, 1])])
 
 
 class Late(LockstepTransport):
@@ -153,16 +165,22 @@ def sums(transport: LockstepTransport, numbers: tuple[int, ...], seed: int) -> l
     return [float(plan.bucket.flat) for plan, _ in outcome.results]
 
 
-def test_rounds_are_launched_in_one_order_whatever_arrives_first() -> None:
-    deep = (COMMUNICATORS + 3, 2, COMMUNICATORS + 2, 1)
-    for size, numbers, seed in product((2, 3), ((1, 1, 1), (2, 2, 2), (1, 3, 2, 1), deep), range(8)):
-        with case(size, numbers, seed):
-            expected = [sum(sum(range(size)) + size * r for r in range(n)) for n in numbers]
+DEEP = (COMMUNICATORS + 3, 2, COMMUNICATORS + 2, 1)
+
+
+@pytest.mark.parametrize("numbers", [(1, 1, 1), (2, 2, 2), (1, 3, 2, 1), DEEP])
+@pytest.mark.parametrize("size", [2, 3])
+def test_rounds_are_launched_in_one_order_whatever_arrives_first(size: int, numbers: Any) -> None:
+    expected = [sum(sum(range(size)) + size * r for r in range(n)) for n in numbers]
+    for seed in range(8):
+        with case("seed", seed):
             assert LockstepWorld(size).run(partial(sums, numbers=numbers, seed=seed)) == [expected] * size
 
 
-def test_results_and_states_do_not_depend_on_what_arrives_first() -> None:
-    def body(transport: LockstepTransport, seed: int) -> None:
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_neither_means_nor_states_depend_on_what_arrives_first(size: int, seed: int) -> None:
+    def body(transport: LockstepTransport) -> None:
         arrivals = random.Random(seed)  # the same on every rank, as the order of backward
         early, at_end = Run(Late(transport, 10 * seed)), Run(transport)
         for _ in range(3):
@@ -170,23 +188,28 @@ def test_results_and_states_do_not_depend_on_what_arrives_first() -> None:
             torch.testing.assert_close(early.means_and_states(), at_end.means_and_states(), rtol=0, atol=0)
         assert early.begin.call_count == 3 and not early.engine.in_flight
 
-    for size, seed in product((1, 2, 3), range(4)):
-        with case(size, seed):
-            LockstepWorld(size, strict=False).run(partial(body, seed=seed))
+    LockstepWorld(size, strict=False).run(body)
 
 
+BUCKETS = len(Run(LockstepWorld(1).transports[0]).engine.groups)
+
+
+def test_there_are_more_buckets_than_methods() -> None:
+    assert BUCKETS > 3
+
+
+@pytest.mark.parametrize("bad", range(BUCKETS))
 @on_ranks(2)
-def test_a_step_is_dropped_for_all_methods_if_one_bucket_of_one_rank_is_not_finite(transport: Any) -> None:
-    buckets = len(Run(LockstepWorld(1).transports[0]).engine.groups)
-    assert buckets > 3
-    for bad in range(buckets):
-        run = Run(transport)
-        run.step(None)
-        reason = run.step(None, bad=bad if transport.rank == 1 else None)
-        assert reason is not None and "rank 1" in reason, bad
-        for name, error in run.kept[1].state_dict()["errors"].items():  # of PowerSGD: gradients wait to be sent
-            assert error.isfinite().all(), name
-        assert run.step(None) is None, "the next step is an ordinary one"
+def test_a_step_is_dropped_for_all_methods_if_one_bucket_of_one_rank_is_not_finite(
+    transport: Any, bad: int
+) -> None:
+    run = Run(transport)
+    run.step(None)
+    reason = run.step(None, bad=bad if transport.rank == 1 else None)
+    assert reason is not None and "rank 1" in reason
+    for name, error in run.kept[1].state_dict()["errors"].items():  # of PowerSGD: gradients wait to be sent
+        assert error.isfinite().all(), name
+    assert run.step(None) is None, "the next step is an ordinary one"
 
 
 def test_after_an_exception_of_a_method_nothing_continues() -> None:
@@ -204,7 +227,9 @@ def test_after_an_exception_of_a_method_nothing_continues() -> None:
         with pytest.raises(RuntimeError, match="ended with an exception, KeyError: 'of the method'"):
             use()
 
-    run = Run(LockstepWorld(1).transports[0])  # nor does a step that began to send begin again
+
+def test_a_step_that_began_to_send_does_not_begin_again() -> None:
+    run = Run(LockstepWorld(1).transports[0])
     run.fill()
     run.engine.check_ended("backward()")
     run.engine.start(0)
