@@ -2,13 +2,12 @@
 
 import math
 from functools import partial
-from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from core.ranks import Ranks
-from refusals import check_refusals
+from refusals import refuse
 
 from dgc import compression as methods
 from dgc import contrib
@@ -44,58 +43,107 @@ WRONG: dict[str, list[Any]] = {
 }
 
 
-def test_a_name_stands_for_the_object_with_its_defaults_and_wrong_ones_are_named() -> None:
-    """What is not sent is lost only where asked for."""
+def test_a_memory_loses_what_is_not_sent_only_where_asked_for() -> None:
     assert isinstance(DGCCompressor(0.001, NoMemory()).memory, NoMemory)
     assert isinstance(DGCCompressor(0.001).memory, DGCSGDMemory)
-    parts: dict[str, Any] = {"memory": MEMORIES, "selector": SELECTORS, "values": VALUES, "indices": INDICES}
-    for argument, choices in parts.items():
-        for name, make in choices.items():
-            options: Any = {"compress_ratio": 0.01, "memory": "residual", argument: name}
-            given, built = SparseCompressor(**options), SparseCompressor(**{**options, argument: make()})
-            assert describe(made=given) == describe(made=built), (argument, name)
+
+
+PARTS: dict[str, dict[str, Any]] = {
+    "memory": {**MEMORIES},
+    "selector": {**SELECTORS},
+    "values": {**VALUES},
+    "indices": {**INDICES},
+}
+
+
+@pytest.mark.parametrize(
+    ("argument", "name"), [(argument, name) for argument, choices in PARTS.items() for name in choices]
+)
+def test_a_name_stands_for_the_object_with_its_defaults(argument: str, name: str) -> None:
+    options: Any = {"compress_ratio": 0.01, "memory": "residual", argument: name}
+    given, built = SparseCompressor(**options), SparseCompressor(**{**options, argument: PARTS[argument][name]()})
+    assert describe(made=given) == describe(made=built)
+
+
+def test_a_selector_has_the_name_of_its_class() -> None:
     assert {type(make()).__name__.lower(): make for make in SELECTORS.values()} == SELECTORS
+
+
+def test_the_formats_of_a_payload_are_chosen_by_name() -> None:
     named = DGCCompressor(0.001, values="sign", indices="rice")
     assert isinstance(named.format.values, SignValues) and isinstance(named.format.indices, RiceIndices)
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
+def test_an_argument_of_a_wrong_kind_is_named(name: str, value: Any) -> None:
     others: Any = {"compress_ratio": 0.1, "memory": ResidualMemory(), "warmup_epochs": 2}
-    for name, values in WRONG.items():
-        for value in values:
-            with pytest.raises(ValueError, match=f"^{name} must .*not ") as error:
-                DGCCompressor(**{**others, name: value})
-            assert repr(value) in str(error.value)
-    with pytest.raises(ValueError, match="lists 2 ratios for 3 warmup_epochs"):
-        DGCCompressor(0.1, NoMemory(), warmup_epochs=3, warmup_coeff=[0.5, 0.2])
-    with pytest.raises(ValueError, match=r"named_parameters\(\)"):
-        DGCCompressor(0.1, ResidualMemory()).initialize(["weight", "bias"])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match=f"^{name} must .*not ") as error:
+        DGCCompressor(**{**others, name: value})
+    assert repr(value) in str(error.value)
 
 
-def test_each_keyword_of_the_original_names_a_part_and_a_part_given_as_such_takes_its_place() -> None:
-    half, int32, warmup = CastValues("fp16"), PlainIndices("int32"), {"warmup_epochs": 5, "warmup_coeff": 0.3}
-    bounds = {"compress_upper_bound": 1.5, "compress_lower_bound": 0.7, "max_adaptation_iters": 5}
-    every = {"sample_ratio": 0.01, "strided_sample": False, "resample": False, **bounds}
-    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        ({}, {"selector": Predicted()}),
-        ({"sample_ratio": 1}, {"selector": Exact()}),
-        ({"sample_ratio": 0.01}, {"selector": Sampled(0.01)}),
-        (every, {"selector": Sampled(0.01, False, 1.5, 0.7, 5, False)}),
-        ({"fp16_values": True}, {"values": half}),
-        ({"int32_indices": True}, {"indices": int32}),
-        ({"fp16_values": True, "int32_indices": True}, {"values": half, "indices": int32}),
-        ({**warmup, "seed": 3}, {**warmup, "seed": 3}),
-    ]
-    for (keywords, parts), ratio in product(cases, (0.01, 100)):
-        facade = describe(compressor=DGCCompressor(ratio, DGCSGDMemory(0.9), **keywords))
-        general = describe(compressor=SparseCompressor(ratio, DGCSGDMemory(0.9), **parts))
-        assert facade.pop("compressor") != general.pop("compressor") and facade == general, (keywords, ratio)
-    options: dict[str, Any] = {"values": Int8Values(), "indices": RiceIndices(), "selector": Exact()}
-    for keyword, part, words in (
-        ({"fp16_values": True}, "values", r"values=Int8Values\(.*\) is used; the original's keyword"),
-        ({"int32_indices": True}, "indices", r"indices=RiceIndices\(\) is used"),
-        ({"sample_ratio": 0.1}, "selector", "selector=Exact.* is used"),
-    ):
-        with pytest.warns(UserWarning, match=words):
-            compressor = DGCCompressor(0.01, ResidualMemory(), **keyword, **{part: options[part]})
-        assert {"selector": compressor.selector, **vars(compressor.format)}[part] is options[part]
+def test_ratios_of_other_epochs_than_those_of_the_warm_up_are_refused() -> None:
+    refuse(
+        "lists 2 ratios for 3 warmup_epochs",
+        DGCCompressor,
+        0.1,
+        NoMemory(),
+        warmup_epochs=3,
+        warmup_coeff=[0.5, 0.2],
+    )
+
+
+def test_names_without_parameters_are_refused() -> None:
+    refuse(r"named_parameters\(\)", DGCCompressor(0.1, ResidualMemory()).initialize, ["weight", "bias"])
+
+
+HALF, INT32 = CastValues("fp16"), PlainIndices("int32")
+WARMUP = {"warmup_epochs": 5, "warmup_coeff": 0.3}
+BOUNDS = {"compress_upper_bound": 1.5, "compress_lower_bound": 0.7, "max_adaptation_iters": 5}
+EVERY = {"sample_ratio": 0.01, "strided_sample": False, "resample": False, **BOUNDS}
+KEYWORDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {"selector": Predicted()}),
+    ({"sample_ratio": 1}, {"selector": Exact()}),
+    ({"sample_ratio": 0.01}, {"selector": Sampled(0.01)}),
+    (EVERY, {"selector": Sampled(0.01, False, 1.5, 0.7, 5, False)}),
+    ({"fp16_values": True}, {"values": HALF}),
+    ({"int32_indices": True}, {"indices": INT32}),
+    ({"fp16_values": True, "int32_indices": True}, {"values": HALF, "indices": INT32}),
+    ({**WARMUP, "seed": 3}, {**WARMUP, "seed": 3}),
+]
+
+
+@pytest.mark.parametrize("ratio", [0.01, 100])
+@pytest.mark.parametrize(
+    ("keywords", "parts"), KEYWORDS, ids=[", ".join(given) or "none" for given, _ in KEYWORDS]
+)
+def test_each_keyword_of_the_original_names_a_part(keywords: Any, parts: Any, ratio: float) -> None:
+    facade = describe(compressor=DGCCompressor(ratio, DGCSGDMemory(0.9), **keywords))
+    general = describe(compressor=SparseCompressor(ratio, DGCSGDMemory(0.9), **parts))
+    assert facade.pop("compressor") != general.pop("compressor") and facade == general
+
+
+@pytest.mark.parametrize(
+    ("keyword", "name", "part", "words"),
+    [
+        (
+            {"fp16_values": True},
+            "values",
+            Int8Values(),
+            r"values=Int8Values\(.*\) is used; the original's keyword",
+        ),
+        ({"int32_indices": True}, "indices", RiceIndices(), r"indices=RiceIndices\(\) is used"),
+        ({"sample_ratio": 0.1}, "selector", Exact(), "selector=Exact.* is used"),
+    ],
+    ids=["values", "indices", "selector"],
+)
+def test_a_part_takes_the_place_of_a_keyword_of_the_original(
+    keyword: Any, name: str, part: Any, words: str
+) -> None:
+    options: dict[str, Any] = {**keyword, name: part}
+    with pytest.warns(UserWarning, match=words):
+        compressor = DGCCompressor(0.01, ResidualMemory(), **options)
+    assert {"selector": compressor.selector, **vars(compressor.format)}[name] is part
 
 
 def ratios(epochs: int = 7, **options: Any) -> Any:
@@ -106,23 +154,45 @@ def ratios(epochs: int = 7, **options: Any) -> Any:
     return seen
 
 
-def test_the_ratio_of_each_epoch() -> None:
+def test_the_published_warm_up_takes_roots_of_the_ratio() -> None:
     published = ratios(compress_ratio=0.001, warmup_epochs=5)
     assert [float(f"{r:.2g}") for r in published] == [0.25, 0.063, 0.016, 0.004, 0.001, 0.001, 0.001]
     assert published[4:] == pytest.approx([0.001] * 3, rel=1e-12)
-    assert published == ratios(compress_ratio=1000, warmup_epochs=5)
+
+
+def test_a_ratio_above_1_is_its_inverse() -> None:
+    assert ratios(compress_ratio=0.001, warmup_epochs=5) == ratios(compress_ratio=1000, warmup_epochs=5)
+
+
+def test_without_a_warm_up_the_ratio_is_constant() -> None:
     assert ratios(compress_ratio=0.01) == ratios(compress_ratio=0.01, warmup_epochs=0) == [0.01] * 7
-    # a number is a base that stops at the ratio, a list is taken as it is
+
+
+def test_a_number_as_coefficient_is_a_base_that_stops_at_the_ratio() -> None:
     powers = ratios(compress_ratio=0.001, warmup_epochs=5, warmup_coeff=0.25)
     assert powers == pytest.approx([0.25, 0.0625, 0.015625, 0.00390625, 0.001, 0.001, 0.001])
-    for kind in (list, tuple):
-        seen = ratios(compress_ratio=0.1, warmup_epochs=3, warmup_coeff=kind([1.0, 0.5, 0.3]))
-        assert seen == [1.0, 0.5, 0.3, 0.1, 0.1, 0.1, 0.1]
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_several_coefficients_are_the_ratios_of_the_epochs(kind: Any) -> None:
+    seen = ratios(compress_ratio=0.1, warmup_epochs=3, warmup_coeff=kind([1.0, 0.5, 0.3]))
+    assert seen == [1.0, 0.5, 0.3, 0.1, 0.1, 0.1, 0.1]
+
+
+def test_before_any_epoch_begins_the_ratio_is_of_the_first() -> None:
     compressor = DGCCompressor(0.001, NoMemory(), warmup_epochs=5)
-    assert compressor.compress_ratio == pytest.approx(0.001**0.2)  # before any epoch begins
-    compressor.warmup_compress_ratio(1)  # the original's name
+    assert compressor.compress_ratio == pytest.approx(0.001**0.2)
+
+
+def test_an_epoch_begins_also_by_the_original_s_name() -> None:
+    compressor = DGCCompressor(0.001, NoMemory(), warmup_epochs=5)
+    compressor.warmup_compress_ratio(1)
     assert compressor.compress_ratio == pytest.approx(0.001**0.4)
-    warmup = RatioWarmup(0.001, 5)  # a resumed run begins somewhere: nothing is remembered from the last call
+
+
+def test_a_warm_up_may_be_resumed_at_any_epoch() -> None:
+    """Nothing is remembered from the last call."""
+    warmup = RatioWarmup(0.001, 5)
     assert [warmup.at(e) for e in (9, 0, 3)] == pytest.approx([0.001, 0.001**0.2, 0.001**0.8])
 
 
@@ -186,30 +256,78 @@ ARGUMENTS: list[tuple[Any, dict[str, Any], str]] = [
 ]
 
 
-def test_what_each_compressor_refuses_also_states_of_others() -> None:
-    check_refusals(*((partial(make, **wrong), words) for make, wrong, words in ARGUMENTS))
-    rounding = (methods.FP16Compressor, partial(methods.QSGDCompressor, error_feedback=False))
-    starts = (partial(Ranks, 1, partial(methods.EF21Compressor, make()), [(3, 7)]) for make in rounding)
-    check_refusals(*((start, "has no residual to send the rest later") for start in starts))
-    powersgd, squeeze = partial(POWERSGD, 2), partial(states, contrib.DoubleSqueezeCompressor, (7, 20), (33,))
-    of_matrix = partial(states, powersgd, (30, 40))
-    low_rank, squeezed, other = of_matrix().state_dict(), squeeze().state_dict(), "state of another compressor"
-    short = {side: {**low_rank, side: {"p0": low_rank[side]["p0"].reshape(1, -1)}} for side in "PQ"}
-    unserved = {key: state for key, state in squeezed.items() if key != "server_errors"}
-    half_served = {**unserved, "server_errors": {"p1": squeezed["server_errors"]["p1"]}}
-    rows: list[tuple[Any, Any, str]] = [
-        (partial(states, powersgd, (30, 40), (5,)), low_rank, r"errors of another model: missing \['p1'\]"),
-        (partial(states, powersgd, (40, 30)), low_rank, r"errors of p0 has shape \(30, 40\), not \(40, 30\)"),
-        (of_matrix, {"errors": {}, "steps": 3}, other),
-        (of_matrix, short["P"], r"P of p0 has shape \(1, \d+\), not \(30, rank\)"),
-        (of_matrix, short["Q"], r"Q of p0 has shape \(1, \d+\), not \(40, rank\)"),
-        *((squeeze, state, other) for state in ({**squeezed, "more": {"p0": 1}}, unserved)),
-        (squeeze, half_served, r"server_errors of another model: missing \['p0'\]"),
-    ]
-    for make in (methods.DenseCompressor, methods.FP16Compressor, methods.BF16Compressor):
-        rows.append((partial(states, make, (3,)), {"residuals": {"p0": torch.zeros(3)}}, other))
-    check_refusals(*((partial(make().load_state_dict, state), words) for make, state, words in rows))
+@pytest.mark.parametrize(("make", "wrong", "words"), ARGUMENTS, ids=[words for *_, words in ARGUMENTS])
+def test_each_compressor_refuses_wrong_arguments(make: Any, wrong: dict[str, Any], words: str) -> None:
+    refuse(words, make, **wrong)
+
+
+@pytest.mark.parametrize(
+    "rounding", [methods.FP16Compressor(), methods.QSGDCompressor(error_feedback=False)], ids=["fp16", "qsgd"]
+)
+def test_ef21_refuses_a_compressor_without_a_residual(rounding: Any) -> None:
+    start = partial(Ranks, 1, partial(methods.EF21Compressor, rounding), [(3, 7)])
+    refuse("has no residual to send the rest later", start)
 
 
 def states(make: Any, *shapes: Any) -> Any:
     return Fleet(make, 1, [torch.zeros(shape) for shape in shapes]).states[0]
+
+
+OTHER = "state of another compressor"
+RANK_2 = partial(POWERSGD, 2)
+
+
+def of_matrix() -> Any:
+    return states(RANK_2, (30, 40))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "words"),
+    [
+        ([(30, 40), (5,)], r"errors of another model: missing \['p1'\]"),
+        ([(40, 30)], r"errors of p0 has shape \(30, 40\), not \(40, 30\)"),
+    ],
+)
+def test_powersgd_refuses_the_state_of_another_model(shapes: Any, words: str) -> None:
+    refuse(words, states(RANK_2, *shapes).load_state_dict, of_matrix().state_dict())
+
+
+def test_powersgd_refuses_a_state_without_factors() -> None:
+    refuse(OTHER, of_matrix().load_state_dict, {"errors": {}, "steps": 3})
+
+
+@pytest.mark.parametrize(
+    ("side", "words"),
+    [
+        ("P", r"P of p0 has shape \(1, \d+\), not \(30, rank\)"),
+        ("Q", r"Q of p0 has shape \(1, \d+\), not \(40, rank\)"),
+    ],
+)
+def test_powersgd_refuses_factors_of_another_shape(side: str, words: str) -> None:
+    state = of_matrix().state_dict()
+    refuse(words, of_matrix().load_state_dict, {**state, side: {"p0": state[side]["p0"].reshape(1, -1)}})
+
+
+def squeeze() -> Any:
+    return states(contrib.DoubleSqueezeCompressor, (7, 20), (33,))
+
+
+def test_double_squeeze_refuses_a_state_with_another_table() -> None:
+    refuse(OTHER, squeeze().load_state_dict, {**squeeze().state_dict(), "more": {"p0": 1}})
+
+
+def test_double_squeeze_refuses_a_state_without_its_server_errors() -> None:
+    state = squeeze().state_dict()
+    del state["server_errors"]
+    refuse(OTHER, squeeze().load_state_dict, state)
+
+
+def test_double_squeeze_refuses_server_errors_without_those_of_a_parameter() -> None:
+    state = squeeze().state_dict()
+    half = {**state, "server_errors": {"p1": state["server_errors"]["p1"]}}
+    refuse(r"server_errors of another model: missing \['p0'\]", squeeze().load_state_dict, half)
+
+
+@pytest.mark.parametrize("make", [methods.DenseCompressor, methods.FP16Compressor, methods.BF16Compressor])
+def test_a_compressor_without_a_state_refuses_one(make: Any) -> None:
+    refuse(OTHER, states(make, (3,)).load_state_dict, {"residuals": {"p0": torch.zeros(3)}})
