@@ -1,8 +1,8 @@
 """The parts of `benchmarks.gpu`: workloads, host operations of a step, laws, and the table.
 
 Workloads are codecs, whole steps of methods without a network, and a training step. Host operations are kernels
-launched, and waits for the device. Laws are those of the Triton kernels on a real device
-(tests/kernels/test_triton*.py), and bits of whole steps.
+launched, and waits for the device. Invariants are the tests of the Triton kernels on a real device
+(tests/kernels/test_triton*.py), and the comparison of the bits of whole steps.
 """
 
 import argparse
@@ -511,7 +511,7 @@ class Parts:
 
 
 class Rows(Table):
-    """The table. Each row is a part of its own. `copy_rate` is that of a copy in GB/s, once it is measured."""
+    """The table. Each row is a part of its own. `copy_rate` is the rate of a copy in GB/s, once it is measured."""
 
     def __init__(self, parts: Parts, device: torch.device, rounds: int) -> None:
         super().__init__("", 42, [(head, head, form) for head, form in FORMS.items()])

@@ -1,15 +1,15 @@
 """Hosts and a network of limited rate between them on one machine, made by `ip` and `tc`, and removed at the end.
 
-Each host is a network namespace with one interface, `lab0`. A bridge connects it with those of the other hosts. A
-token bucket limits each interface in both directions. The hosts share the cores and the memory of the machine. See
-docs/netlab.md.
+Each host is a network namespace with one interface, `lab0`. A bridge connects it with the interfaces of the other
+hosts. A token bucket limits each interface in both directions. The hosts share the cores and the memory of the
+machine. See docs/netlab.md.
 
 
 Names on the machine, for a laboratory of process 4711:
 
     /run/dgc-netlab/4711      a file that the process keeps locked as long as the laboratory exists
     dgclab4711-0              the network namespace of host 0, with its end of the link, `lab0`
-    dgclab4711-bridge         that of the bridge, with the other ends of the links, `host0`, `host1`, ...
+    dgclab4711-bridge         the namespace of the bridge, with the other ends of the links, `host0`, `host1`, ...
 
 The bridge has a namespace of its own, because firewall rules of the machine may drop the frames of its bridges
 (br_netfilter, as with Docker).

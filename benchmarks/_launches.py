@@ -106,7 +106,7 @@ def run_methods(
 
 
 def add_options(parser: argparse.ArgumentParser, steps: bool = True) -> None:
-    """Add the options of `on_networks`, and with `steps` those of how often a step is measured."""
+    """Add the options of `on_networks`, and with `steps` the options for how often a step is measured."""
     parser.add_argument("--ranks", type=int, nargs="+", default=[4], help="on this machine, without --hosts")
     parser.add_argument("--hosts", type=int, nargs="+", help="of a laboratory: see docs/netlab.md")
     parser.add_argument("--rate", nargs="+", default=["1gbit"], help="of each host in each direction")

@@ -44,7 +44,7 @@ def small_images() -> Dataset[Any]:
 
 
 class Learner:
-    """A model and its u and v by bucket. `gradients` are those of the last step, by bucket."""
+    """A model and its u and v by bucket. `gradients` are the gradients of the last step, by bucket."""
 
     def __init__(self, model: nn.Module, batches: Batches, density: float, lr: float):
         self.model, self.batches, self.lr = model, batches, lr

@@ -116,7 +116,8 @@ def summary_of(train: Train, ranks: int, words: Sequence[str], place: Path, unti
 
     It is None if the run was stopped or not begun. With an end, a finished run keeps no checkpoints.
     """
-    # Seconds of simulated ranks are not those of processes, so a run is only good for its own mode.
+    # Seconds of simulated ranks are not comparable with seconds of processes, so a run is only good for its own
+    # mode.
     arguments = [train.__name__, str(ranks), *(word for word in words if word != str(place))]
     record = Path(f"{place}.json")
     if place.exists() and (not record.exists() or json.loads(record.read_text()) != arguments):
@@ -135,8 +136,8 @@ def summary_of(train: Train, ranks: int, words: Sequence[str], place: Path, unti
 def add_runs(parser: argparse.ArgumentParser, methods: Sequence[str]) -> None:
     """Add the options of runs, and the methods, with these as default."""
     parser.add_argument("--task", choices=TASKS, default="digits")
-    parser.add_argument("--epochs", type=int, help="default: that of the task")
-    parser.add_argument("--batch-size", type=int, help="per rank; default: that of the task")
+    parser.add_argument("--epochs", type=int, help="default: as the task sets it")
+    parser.add_argument("--batch-size", type=int, help="per rank; default: as the task sets it")
     add_methods(parser, METHODS, methods)
     parser.add_argument("overrides", nargs="*", metavar="--configs.KEY=VALUE", help="for every run, after --")
 

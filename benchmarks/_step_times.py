@@ -77,7 +77,7 @@ def add_network(
     key: the time that is compared. idle: given a method, the one beside it that exchanges nothing. What the
     interface sends with that one, for as long as the method takes, is taken off its bytes; with those in
     `per_step`, which send the same bytes in every step, however long it takes. opponents: `faster` and `fewer`
-    are time and bytes of the fastest of these over those of the method.
+    are time and bytes of the fastest of these over time and bytes of the method.
     """
     sent = {name: (row["link_bytes"], row["until_ms"]) for name, row in rows.items()}
     for name, row in rows.items():

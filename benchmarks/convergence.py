@@ -6,8 +6,8 @@
 
 digits has folds: the test images of a fold are not used to train its model, and over all folds every image is
 tested once. The language tasks have one test set, and a run for each seed. Differences to the first method are
-paired by fold or seed. The quality is that of the last epoch: accuracy or exact match in percent, or bits per
-character, of which fewer are better: their differences are in percent. The bytes are those of docs/bytes.md.
+paired by fold or seed. The quality is measured after the last epoch: accuracy or exact match in percent, or bits
+per character, of which fewer are better: their differences are in percent. The bytes are defined in docs/bytes.md.
 
 --figure draws quality against wire bytes, in the format that the file's extension names. --keep FOLDER keeps the
 runs: the same command, started again, trains only those that are missing. With --simulate the ranks are threads of
@@ -139,7 +139,7 @@ def train_all(args: argparse.Namespace, folder: Path, until: float) -> dict[str,
 def main(argv: Sequence[str] | None = None) -> None:
     parser = options("benchmarks.convergence", __doc__)
     add_runs(parser, ["dense", "dgc"])
-    parser.set_defaults(methods=None)  # those of the task
+    parser.set_defaults(methods=None)  # the methods of the task
     parser.add_argument("--model", choices=("tiny", "124m"), help="of pysource; default: 0.4 million parameters")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: simulated, on one GPU")
     parser.add_argument("--minutes", type=float, help="stop after so many; the same command continues")

@@ -3,7 +3,7 @@
     python -m benchmarks.ddp_step [--ranks 2] [--factors 1 2 4] [--rounds 30]
 
 The model has the parameters of ResNet-18 with 1000 classes (11.7 million). Its backward pass does no arithmetic.
-It returns gradients that were drawn before, so nearly all of the time is that of DDP and its hook. The benchmark
+It returns gradients that were drawn before, so DDP and its hook take nearly all of the time. The benchmark
 starts its ranks by torchrun on this machine, over Gloo.
 
 no hook          DDP's all-reduce of fp32
@@ -118,7 +118,7 @@ def torch_bf16(model: DistributedDataParallel) -> None:
 
 
 def groups(factors: Sequence[int], transport: Transport) -> dict[str, dict[str, Hook]]:
-    """The methods that are compared. Times are divided by those of the first of a group."""
+    """The methods that are compared. Times are divided by the times of the first of a group."""
     from scripts.methods import build  # it needs OmegaConf, and `whole_steps` does not
 
     def own(name: str) -> Hook:

@@ -2,7 +2,7 @@
 
     python -m benchmarks.decoding [--ranks 1 2 4 8 16 32 64 128 256] [--threads 2]
 
-The tensors are those of ResNet-50 with two or more dimensions, fp32, in buckets of 25 MB. Every rank selects the
+The tensors are ResNet-50's with two or more dimensions, fp32, in buckets of 25 MB. Every rank selects the
 largest elements of each tensor of its own random gradient (heavy tails: normal times log-normal) and encodes them.
 All ranks are recorded in one process. Their supports are independent, so their union is as large as it can be.
 

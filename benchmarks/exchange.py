@@ -6,9 +6,10 @@
 Gradients are ready at the start and applied at the end, without forward and backward. `exchange` is the time from
 the start of the first bucket until the last reply is decoded. `step` adds the update of the parameters. `noop`
 exchanges nothing, and `update` only updates u and v of momentum correction: lower bounds for dense methods and for
-DGC. Each time is that of the slowest rank, as the median over repeats. `wait` is the time for which a rank waits
-for replies. `horovod` and `horovod-fp16` are Horovod's own all-reduce of each tensor, with its default fusion and
-cycle time: they have a launch of their own. Bytes are those that one rank contributes (payload) and sends (wire).
+DGC. Each time is the time of the slowest rank, as the median over repeats. `wait` is the time for which a rank
+waits for replies. `horovod` and `horovod-fp16` are Horovod's own all-reduce of each tensor, with its default
+fusion and cycle time: they have a launch of their own. Bytes are what one rank contributes (payload) and
+sends (wire).
 
 With --hosts (benchmarks.netlab), the bytes that a host's interface has sent in a step stand beside the meter's,
 without 66 bytes of headers for each packet, and without what Horovod sends all the time; `noop` measures it.

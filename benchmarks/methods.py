@@ -22,7 +22,7 @@ encode    from the gradient to the last request. Floor: the time to read the gra
           state and momentum, to write what is sent, and to read what is received before the last request
 decode    from the last replies to the mean in the bucket. Floor: the time to read them, and to fill the bucket
 floors    memory that is read and written in turn moves at the rate of v.add_(g), 12 bytes per element; what is
-          only written at that of a fill, what is only read at that of a sum
+          only written at the rate of a fill, what is only read at the rate of a sum
 peer      the strongest known program for both, as a multiple of ours: torch's hooks, torch.topk with error
           feedback, or the definition of the method in plain PyTorch
 
@@ -80,7 +80,7 @@ Clock = Callable[[], float]
 
 
 class Method:
-    """The buckets of a method on the last of some ranks, whose replies are those of equal ranks."""
+    """The buckets of a method on the last of some ranks, whose replies come from equal ranks."""
 
     def __init__(self, name: str, tensors: Sequence[tuple[str, Tensor]], ranks: int, clock: Clock = perf_counter):
         method = build(name)

@@ -83,7 +83,7 @@ def speed(rows: Rows, work: float) -> list[float]:
 def draw(found: dict[str, Rows], title: str, file: Path, work: float | None = None) -> None:
     """Draw seconds and bytes against ranks. With the seconds of a rank's work, speed per rank and bytes."""
     figure, both = axes_of("scale", (9, 3.8), 2)
-    first = "exchange, ms" if work is None else "speed per rank / that of one rank alone"
+    first = "exchange, ms" if work is None else "speed per rank / speed of one rank alone"
     for axes, label in zip(both, (first, "bytes that a rank sends"), strict=True):
         for name, rows in found.items():
             y = [row["exchange_ms" if axes is both[0] else "wire_bytes"] for row in rows]

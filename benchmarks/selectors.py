@@ -101,7 +101,7 @@ class Counting(SelectionKernels):
 
 @contextmanager
 def counting(v: Tensor, counts: Counts) -> Iterator[None]:
-    """Within this context, all kernels are those of v's device, with counts."""
+    """Within this context, all kernels are the kernels of v's device, with counts."""
     backend = kernels.of(v)
     counted = replace(backend, selection=Counting(backend.selection, counts))
     with patch.object(kernels, "of", return_value=counted):
@@ -222,7 +222,7 @@ def compare(recording: Recording, density: float, rounds: int, settle: int) -> d
             row |= {other: ratio(times[other], times[name]) for other in ("radix", "exact")} | counted[name].row()
         table.add(name, row)
     others = (f"{name} {ratio(times[name], times['predicted']):.2f}" for name in SELECTORS if name != "predicted")
-    print(f"a step / that of predicted: {', '.join(others)}")
+    print(f"a step / a step of predicted: {', '.join(others)}")
     return table.rows
 
 

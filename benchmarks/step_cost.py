@@ -1,4 +1,4 @@
-"""Time of a training step of small networks, which is that of Python and of messages: ours, DDP and Horovod.
+"""Time of a training step of small networks, which is the time of Python and of messages: ours, DDP and Horovod.
 
     python -m benchmarks.step_cost [--ranks 1 2] [--rounds 100]
 
@@ -13,8 +13,8 @@ hook ...                dgc.ddp.compress with the same methods
 
 The ranks are started by torchrun (Gloo) and by mpirun (Horovod, over MPI). The time of a step is the largest over
 the ranks, from a barrier to the end of optimizer.step(). `overhead` is the median over rounds of the time minus
-that of the plain step in the same round, and `/ DDP` the ratio of overheads. Horovod's optimizer does nothing on
-one rank, so there is no ratio to it there.
+the time of the plain step in the same round, and `/ DDP` the ratio of overheads. Horovod's optimizer does nothing
+on one rank, so there is no ratio to it there.
 """
 
 import gc

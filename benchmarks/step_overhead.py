@@ -9,7 +9,7 @@ floor     only u = m u + g, v = v + u: the faster one of a loop without branches
 eager     the original DGC algorithm in plain PyTorch, tensor by tensor: sampled threshold, adaptation, masking.
           It produces only indices and values, no payload.
 
-The tensors are those of ResNet-50 with two or more dimensions, fp32, in buckets of 25 MB. Every step has a
+The tensors are ResNet-50's with two or more dimensions, fp32, in buckets of 25 MB. Every step has a
 new gradient (heavy tails: normal times log-normal), equal for all methods. u and v come from many DGC steps, since
 accumulated gradients differ strongly from new ones.
 """

@@ -5,8 +5,9 @@
 Forward and backward of each rank are replaced by a pause of --compute milliseconds, and of --slow times as many on
 the last rank in the second of two phases. Each step then communicates a model of --numel parameters by the method.
 A time is the median over the iterations of all ranks except the last. `to the end` is the duration of the phase
-with the straggler divided by that of the phase without, for the same total number of steps of all ranks. If ranks
-may be ahead but take equally many steps, the others wait at the end. The "network" is this machine's memory.
+with the straggler divided by the duration of the phase without, for the same total number of steps of all ranks.
+If ranks may be ahead but take equally many steps, the others wait at the end. The "network" is this machine's
+memory.
 """
 
 import time

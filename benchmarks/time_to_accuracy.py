@@ -4,12 +4,13 @@
     python -m benchmarks.time_to_accuracy --simulate --folds 3 --target 98.5 --methods fp16 dgc powersgd-4
 
 Each run is train.py under mpirun in a laboratory (docs/netlab.md), one rank on each host, with the same steps,
-batches and learning rate for every method, on the tasks of benchmarks.convergence. Seconds are those of training,
-without evaluation. `to reach` are the seconds and bytes of the first evaluation that was nearly as good as the
-first method at its end: at most 0.5 points below a quality in percent, or at most 2 % above bits per character;
+batches and learning rate for every method, on the tasks of benchmarks.convergence. Seconds are seconds of
+training, without evaluation. `to reach` are the seconds and bytes of the first evaluation that was nearly as good
+as the first method at its end: at most 0.5 points below a quality in percent, or at most 2 % above bits per
+character;
 with --target, of the first one that was at least as good as this quality. With several folds or seeds the medians
 are shown. --draw writes a figure of the first one, in the format that its extension names. With --simulate the
-ranks are those of one process. Seconds are then those that a link of this rate needs for the bytes.
+ranks are simulated in one process. Seconds are then the time that a link of this rate needs for the bytes.
 """
 
 import argparse

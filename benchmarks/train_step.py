@@ -5,7 +5,7 @@
     python -m benchmarks.train_step --ranks 2 --model lm --methods noop ddp-fp16 dgc-sign-rice dgc-sign-rice@ddp
     python -m benchmarks.train_step --hosts 4 --rate 200mbit --model lm --methods fsdp-noop fsdp-bf16 4-8@fsdp
 
-The models are those of torchvision, with images; `lm`, a Transformer, and `lstm`, that of the PowerSGD study, with
+The models are torchvision's, with images; `lm`, a Transformer, and `lstm`, the LSTM of the PowerSGD study, with
 tokens.
 
 NAME             a method of `benchmarks.exchange`, in DistributedOptimizer or LocalOptimizer over Horovod
@@ -23,12 +23,12 @@ fsdp-bf16-rows   as fsdp-bf16, with a reduce-scatter that sends each rank its ro
 With FSDP2 all compute in fp32, since processors without instructions for bf16 are slow with it. The rows of bf16
 send what `MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)` sends.
 
-Methods over Horovod run under mpirun, those of DDP and FSDP2 under torchrun, Horovod's own in a launch of their
+Methods over Horovod run under mpirun, methods of DDP and FSDP2 under torchrun, Horovod's own in a launch of their
 own. Repeats are interleaved over the methods of a launch. `step` is the time from zero_grad until the parameters
 are updated, of the slowest rank, as the median over repeats. `wait` is the part of it in which a rank waits for
-replies, if the method is ours and not of FSDP2. The other columns are those of `benchmarks.exchange`; `faster` and
-`fewer` compare with the fastest of `ddp-fp16`, `ddp-bf16`, `horovod-fp16` and `fp16`, or of `fsdp-bf16` and
-`fsdp-bf16-rows`. For DDP and its own hooks the bytes are those of the link alone.
+replies, if the method is ours and not of FSDP2. The other columns are explained in `benchmarks.exchange`; `faster`
+and `fewer` compare with the fastest of `ddp-fp16`, `ddp-bf16`, `horovod-fp16` and `fp16`, or of `fsdp-bf16` and
+`fsdp-bf16-rows`. For DDP and its own hooks the bytes are counted on the link alone.
 
 All ranks share the cores of this machine: with 4 ranks on 2 cores, forward and backward take about twice as long
 as on hosts with a core each, so that more of an exchange hides behind them. The output is a table and a line of

@@ -10,7 +10,7 @@ sizes, with header, slack and all rounding, per element that was sent:
     element   the whole payload
     bound     H(D) / D bits, the minimum average size of the indices of random supports of density D
 
-The top-level numbers of the JSON are those of sign and rice at the first density.
+The top-level numbers of the JSON belong to sign and rice at the first density.
 """
 
 import math

@@ -2,7 +2,7 @@
 
 DDP calls the hook once for each of its buckets, in the same order on every rank, when all gradients of the bucket
 are computed. DDP changes its buckets after the first step. The residual must not depend on that. Gradients are
-therefore exchanged in other buckets, those of DistributedOptimizer, which never change. Such a bucket starts when
+therefore exchanged in the buckets of DistributedOptimizer, which never change. Such a bucket starts when
 all of its gradients are there. The hook of DDP's last bucket waits for all exchanges and writes the means into
 DDP's buckets.
 """
@@ -103,7 +103,7 @@ def check_model(model: Any) -> DistributedDataParallel:
 
 
 class NoCopies(list[Any]):
-    """The list of hooks of a DDP model. That of a copy or of a saved model is empty: its reducer has no hook."""
+    """The hooks of a DDP model. The list of a copy or of a saved model is empty: its reducer has no hook."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return list, ()
@@ -208,7 +208,7 @@ class DDPExchange(GradientExchange):
                 f"{transport.size}: build DistributedDataParallel on the default group"
             )
         settings.check_equal(transport)
-        # not by parameters_to_ignore, whose names differ from those of named_parameters()
+        # not by parameters_to_ignore, whose names differ from the names of named_parameters()
         reduced = set(model._build_params_for_reducer()[0])
         self._ignored = ignored = {name.removeprefix(".") for name in model.parameters_to_ignore}
         every = list(model.module.named_parameters())

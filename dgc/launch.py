@@ -53,8 +53,8 @@ SRUN = Launcher("srun", "torch", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_
 BY_HAND = Launcher("RANK and WORLD_SIZE", "torch", *TORCH_NAMES)
 # The innermost launcher first. mpirun and srun may start torchrun, once per machine, never the other way round.
 # Inside a SLURM job mpirun starts its processes on other machines through srun. RANK and WORLD_SIZE without
-# torchrun's marker may have been copied from mpirun's variables. With SLURM the size is that of the job step: the
-# batch script also has SLURM_PROCID and SLURM_NTASKS but is not a rank, and a step may have fewer tasks.
+# torchrun's marker may have been copied from mpirun's variables. With SLURM the size is the size of the job step:
+# the batch script also has SLURM_PROCID and SLURM_NTASKS but is not a rank, and a step may have fewer tasks.
 LAUNCHERS = (
     Launcher("torchrun", "torch", *TORCH_NAMES, marker="TORCHELASTIC_RUN_ID"),
     MPIRUN,

@@ -54,7 +54,7 @@ def human_bytes(count: float) -> str:
 
 
 def against_dense(wire: float, dense_wire: float, dense: str = "a dense fp32 all-reduce") -> str:
-    """Compare `wire` bytes with those of `dense`, `dense_wire`, which must be more than 0."""
+    """Compare `wire` bytes with the bytes of `dense`, `dense_wire`, which must be more than 0."""
     if not wire:
         return "nothing was sent"
     if 0.95 < wire / dense_wire < 1.05:

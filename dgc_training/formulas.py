@@ -15,7 +15,7 @@ from simpleeval import DEFAULT_OPERATORS, InvalidExpression, SimpleEval
 from dgc_training.errors import short
 
 SIGNS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.UAdd, ast.USub)
-# The power is that of floats: the integer 9**9**9 would exhaust the memory.
+# Powers are computed with floats: the integer 9**9**9 would exhaust the memory.
 OPERATORS: dict[type, Any] = {**{sign: DEFAULT_OPERATORS[sign] for sign in SIGNS}, ast.Pow: math.pow}
 KNOWN = "keys, numbers, + - * / // % **, min(...) and max(...), up to 1000 characters"
 

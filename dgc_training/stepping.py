@@ -43,8 +43,8 @@ class Stepping:
     """Takes the optimizer steps of a run.
 
     With train.clip_norm, gradients are limited before the step: their average over the ranks or, with gossip,
-    those of each rank. Momentum is not: 1-bit Adam and DGC for Adam put it, or a mean of updates, in place of the
-    gradients after their warm-up.
+    the gradients of each rank. Momentum is not: 1-bit Adam and DGC for Adam put it, or a mean of updates, in place
+    of the gradients after their warm-up.
 
     With train.precision bf16 or fp16, the forward pass of training runs under torch.autocast. Parameters,
     gradients and the exchange remain fp32, and so does evaluation. With fp16 the loss is scaled: a step in which a

@@ -112,7 +112,7 @@ def main(
     """Runs the advisor and returns the exit status: 2 for what cannot be done, with one message.
 
     Args:
-        argv: the command line without the program's name. None: that of this process.
+        argv: the command line without the program's name. None: the command line of this process.
         connect: creates the transport. It takes the arguments of `dgc.comm.connect.connect`.
         leave: ends this process with an exit status after an error under a launcher. All ranks end with it.
     """

@@ -56,7 +56,7 @@ def comparison(summaries: dict[str, dict[str, Any]]) -> str:
     lines += [
         "",
         f"DGC: {against_dense(dgc['wire_bytes'], dgc['dense_wire_bytes'])} over the whole run, warm-up included.",
-        f"Its accuracy after the last epoch is {apart:+.2f} points from that of dense, with one seed.",
+        f"Its accuracy after the last epoch differs by {apart:+.2f} points from dense, with one seed.",
         "The ranks share this machine, so fewer bytes save no time here: compression is for slow networks.",
         f"Curves: tensorboard --logdir {RUNS}; figures: python -m scripts.plot {RUNS}/dense {RUNS}/dgc",
     ]

@@ -10,10 +10,10 @@ A folder of runs stands for the runs in it.
     scaling    average time per iteration and samples per second, against the number of ranks
     loss       training loss against optimizer steps
 
-The error is 100 % less an accuracy. Any other metric is drawn as it is, without that of training. A run with CSV
-files (`scripts.gossip.rank_csv`) is read from these. Any other run is read from its TensorBoard files, which have
-no training error. The label of a run is its algorithm (from its config.yaml), or the text before "=". Runs with
-the same label on different numbers of ranks form one line of `scaling`. Time is that of all training steps,
+The error is 100 % less an accuracy. Any other metric is drawn as it is, without the metric of training. A run with
+CSV files (`scripts.gossip.rank_csv`) is read from these. Any other run is read from its TensorBoard files, which
+have no training error. The label of a run is its algorithm (from its config.yaml), or the text before "=". Runs
+with the same label on different numbers of ranks form one line of `scaling`. Time covers all training steps,
 without validation.
 """
 
@@ -54,7 +54,7 @@ def read(word: str) -> Run:
 def find_runs(words: Sequence[str]) -> list[str]:
     """The words, with the runs of a folder in its place. What has no run is left out with a warning.
 
-    Raises PlotError if a word names nothing, or a label is that of several runs.
+    Raises PlotError if a word names nothing, or several runs have the same label.
     """
     found: list[str] = []
     without: list[str] = []

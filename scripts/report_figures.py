@@ -150,7 +150,7 @@ def loss_figure(runs: Sequence[ReportedRun]) -> Figure | None:
 
 
 def traffic_figure(runs: Sequence[ReportedRun]) -> Figure | None:
-    """Wire bytes of one rank per step. In grey: those of a dense fp32 all-reduce."""
+    """Wire bytes of one rank per step. In grey: the bytes of a dense fp32 all-reduce."""
     figure, axes = new_figure()
     sent = [(i, run.traffic) for i, run in enumerate(runs) if any(wire > 0 for wire in run.traffic.wire)]
     for dense in {dense for _, traffic in sent for dense in traffic.dense[-1:] if dense > 0}:

@@ -377,7 +377,7 @@ def test_differences_are_paired_and_figures_have_better_methods_higher(tmp_path:
         assert (heights["dgc"] < heights["dense"]) == dgc_is_better  # SVG counts downwards
     sent = [{"ranks": size, "exchange_ms": 2.0 * size, "wire_bytes": 8.0 * size} for size in (2, 4, 8)]
     scale.draw({"dense": sent, "dgc": sent}, "a title", tmp_path / "scale.svg", work=0.1)
-    assert "a title" in (text := (tmp_path / "scale.svg").read_text()) and "that of one rank" in text
+    assert "a title" in (text := (tmp_path / "scale.svg").read_text()) and "speed of one rank" in text
 
 
 def test_a_comparison_ends_with_its_time(tmp_path: Path, capsys: Printed, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ HIDDEN = 0.8  # share of the messages behind backward above which the network is
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table, of steps that compress. Times are in seconds, bytes those of a rank or of a machine."""
+    """A line of the table, of steps that compress. Times are in seconds, bytes of a rank or of a machine."""
 
     name: str
     usage: tuple[str, ...]
@@ -30,7 +30,7 @@ class Row:
     step: float
     """The mean over a run, whose first steps may be dense."""
     faster: float
-    """Times that the mean step is faster than that of the best 16-bit method without compression."""
+    """How many times faster the mean step is than with the best 16-bit method without compression."""
     dense_share: float
     note: str
     behind: str = ""
@@ -68,7 +68,8 @@ def tabulate(candidates: Sequence[Candidate], network: Network, work: Work, fami
         candidates: What each method sends and computes.
         network: Between the ranks.
         work: Seconds without communication.
-        family: That of the optimizer, with which some methods lose quality: one of `dgc.advisor.methods.FAMILIES`.
+        family: The family of the optimizer, with which some methods lose quality: one of
+            `dgc.advisor.methods.FAMILIES`.
     """
     found = {candidate.method.name: (candidate, candidate.predict(network)) for candidate in candidates}
     steps = {name: work.mean_step(candidate, network) for name, (candidate, _) in found.items()}
@@ -113,7 +114,7 @@ def format_table(rows: Sequence[Row]) -> str:
         )
     lines.append("bytes sent, exchange: of one rank in one step" + " that compresses" * two)
     if two:
-        lines.append("mean step: over a run; the share of dense steps is assumed, or that of --dense-share")
+        lines.append("mean step: over a run; the share of dense steps is assumed, or given by --dense-share")
     return "\n".join(lines)
 
 

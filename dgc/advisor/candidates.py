@@ -1,7 +1,7 @@
 """What each method sends and computes, with the model's own gradients and the optimizer that a run would use.
 
 The optimizer is built as for a run, on `AlikeRanks`: with its buckets, its fallbacks and, where the machines have
-two levels, with these. Several exchanges come first, so that the residual is that of
+two levels, with these. Several exchanges come first, so that the residual is as in
 training. Before each measured one, other data pushes everything out of the caches, as forward and backward do.
 On two levels, every rank of a machine has another share of the model: the slowest counts, and the bytes of all.
 """

@@ -9,7 +9,7 @@ from dgc.advisor.cost.model import Network
 from dgc.comm import Transport
 from dgc.units import RATES, TIMES, human_rate, plural, quantity
 
-LATENCY, INNER_RATE = "50us", "80gbit"  # on paper; the second is 10 GB/s, about that of shared memory
+LATENCY, INNER_RATE = "50us", "80gbit"  # on paper; the second is 10 GB/s, about the rate of shared memory
 VALID_LATENCY, VALID_RATE = ("0s", "100s"), ("1kbit", "1000tbit")
 BUSY = 0.5  # load average per core above which other programs delay the measurements
 

@@ -111,7 +111,7 @@ class Probe:
     timed_out: bool = False
 
     def cure(self, otherwise: str) -> str:
-        """The cure of a time-out, or `otherwise`, that of the error."""
+        """The cure of a time-out, or `otherwise`, the cure of the error."""
         if not self.timed_out:
             return otherwise
         return f"repeat it when no other program uses this machine; if none does: {otherwise}"

@@ -2,9 +2,9 @@
 
 Each method has a copy of the model and an optimizer as for a run. In every round each of them takes one
 step that compresses, so that other load on the machines and the network meets all alike. The time of a step is
-that of the slowest rank, without the update of the parameters, as the median over the rounds after a warm-up: its
-time is subtracted, and on a GPU it is left out. Forward and backward alone are measured in the same rounds: where
-they differ from the prediction, the load has changed since.
+the time of the slowest rank, without the update of the parameters, as the median over the rounds after a warm-up:
+its time is subtracted, and on a GPU it is left out. Forward and backward alone are measured in the same rounds:
+where they differ from the prediction, the load has changed since.
 """
 
 from collections.abc import Callable, Sequence

@@ -50,7 +50,7 @@ WORD = 32  # elements; the signs of a piece fill whole words
 class _Chunks:
     """The chunks of a bucket.
 
-    edges: first element of each chunk, and n. bounds: first element of each piece, and n. own: those of this
+    edges: first element of each chunk, and n. bounds: first element of each piece, and n. own: the bounds in this
     rank's chunk, from its beginning. pieces: first piece of each chunk, and their number. bytes: first byte of
     each chunk's signs, and their total. nbytes: size of a chunk's codes.
     """

@@ -50,7 +50,7 @@ class OneBitAdamCompressor(ChunkedSignsCompressor):
         t > T_w      m_i = beta1 m + (1 - beta1) g_i           m: the same on every rank
                      result = signs of m_i, in two rounds      the next m
 
-    Payload of a bucket: that of `dgc.codes.chunked_signs`. Differences from the paper: the servers compress
+    Payload of a bucket: see `dgc.codes.chunked_signs`. Differences from the paper: the servers compress
     the sum and not the mean, and each piece of a tensor has its own scale. A step that is dropped because of
     NaN or inf leaves the errors of both directions as they were: its gradient is lost, as with uncompressed Adam.
 

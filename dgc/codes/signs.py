@@ -67,8 +67,8 @@ class SignSGDCompressor(SignCompressor):
     Differences from the papers: An element of 0 votes as a negative one. If the whole tensor is 0 on a rank, that
     rank does not vote: its scale is 0, not 1.
 
-    Not for embeddings: a row that never gets a gradient, such as that of `padding_idx`, moves by the learning rate
-    in every step in which another row of its tensor has one. Exchange embeddings dense, by a Route.
+    Not for embeddings: a row that never gets a gradient, such as the row of `padding_idx`, moves by the learning
+    rate in every step in which another row of its tensor has one. Exchange embeddings dense, by a Route.
 
     Args:
         momentum (float): beta of Signum, in [0, 1); 0 is signSGD, which keeps no state.

@@ -12,8 +12,8 @@ order of ranks. Blocks begin at the same elements for any N, so N does not chang
 Sources: qgZ of ZeRO++ (Wang et al. 2023, arXiv 2306.10209, section 3.3) reduces gradients by one all-to-all of
 quantized blocks, since a ring would quantize N - 1 times. LoCo (Xie et al. 2024, arXiv 2407.04480, Algorithm 1)
 adds error feedback to its 4 bits. SDP4Bit (Jia et al. 2024, arXiv 2410.15526, section 3.2) transforms gradients
-before 4 bits (`hadamard`). The error of the second phase is that of the server in DoubleSqueeze (Tang et al. 2019,
-arXiv 1905.05957).
+before 4 bits (`hadamard`). The error of the second phase is the error of the server in DoubleSqueeze (Tang et al.
+2019, arXiv 1905.05957).
 
 Payload of a bucket in bytes: N (24 + B) in the first phase and 24 + B in the second, where B, rounded up to 8, is
 ceil(b / N) (2 + size bits / 8) for the b blocks of a bucket, with the bits of that phase. A rank sends N - 1 parts
@@ -52,7 +52,7 @@ from dgc.kernels.codes.blocks import SIZES
 
 @dataclass(eq=False, kw_only=True)
 class TwoPhaseState(ServerState):
-    """code: Of the first phase. The chunk is a part of the padded vector, whose blocks are those of the bucket."""
+    """code: The code of the first phase. The chunk is a part of the padded vector, with the bucket's blocks."""
 
     code: BlockCode
 

@@ -168,8 +168,8 @@ class DenseValuesCompressor(BlockwiseCompressor):
     """Sends every element as fp16, bf16 or int8, with error feedback. `SparseCompressor(dense_values=)` makes it.
 
     It takes what a sparse method leaves: vectors, and all else that it does not accept. At a ratio of 0.1 % these
-    tensors are most of the bytes, if they travel as fp32. int8 is that of `BlockwiseCompressor`, with blocks of
-    1024 elements.
+    tensors are most of the bytes, if they travel as fp32. int8 is the code of `BlockwiseCompressor`, with blocks
+    of 1024 elements.
 
     Bytes of an all-gather grow with the number of ranks N. With many ranks an all-reduce costs fewer: of v as fp16
     for fp16, of v as fp32 for the others. The transport rounds a sum in fp16. This is the only rounding that no

@@ -81,7 +81,7 @@ _connected: dict[tuple[str, bool], tuple[Transport, Any]] = {}  # with the defau
 def default_transport(point_to_point: bool = False, transport: str = "auto") -> Transport:
     """Return the transport of this process, created once, and again after another init_process_group().
 
-    Arguments and errors are those of `connect`.
+    Arguments and errors are the same as for `connect`.
     """
     key = choose_transport(transport).transport, point_to_point
     if key not in _connected or _connected[key][1] is not _default_group(key[0]):

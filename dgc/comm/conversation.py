@@ -116,7 +116,7 @@ class RunningConversation(Generic[T]):
 class Intact:
     """Context of work with other ranks, without gradients. If an exception ends it, it cannot be entered again.
 
-    What was sent, and the state of the methods, is unknown then: it may differ from that of the other ranks.
+    What was sent, and the state of the methods, is unknown then: it may differ from the state of the other ranks.
     """
 
     def __init__(self) -> None:

@@ -112,7 +112,7 @@ def connect(
 ) -> Transport:
     """Return a HorovodTransport. If Horovod has no GPU operations, GPU tensors go through pinned host memory.
 
-    Arguments and errors are those of HorovodTransport, and with `point_to_point` of PointToPointTransport.
+    Arguments and errors are the same as for HorovodTransport, and with `point_to_point` for PointToPointTransport.
     """
     horovod = HorovodTransport(hierarchical, timeout, process_set)
     transport: Transport = horovod
@@ -130,7 +130,7 @@ class HorovodTransport(GroupedTransport):
     """A transport over Horovod. It initialises Horovod unless that has been done.
 
     Args:
-        hierarchical, timeout: As in `dgc.comm.connect.connect`. None: no limit, or that of a running Horovod.
+        hierarchical, timeout: As in `dgc.comm.connect.connect`. None: no limit, or the limit of a running Horovod.
         process_set: The hvd.ProcessSet of the ranks to connect, this one among them. They are numbered from 0, and
             each counts as a machine. None: all ranks.
 

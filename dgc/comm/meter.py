@@ -49,7 +49,7 @@ def all_gather_wire_bytes(payload: int, size: int) -> float:
 def bytes_of(request: Request, rank: int, size: int, local_size: int = 1) -> tuple[int, float, float]:
     """Return the payload bytes, wire bytes and cross wire bytes of this rank for the request.
 
-    rank, size: Those of the group. local_size: Ranks of each machine.
+    rank, size: This rank in the group, and the size of the group. local_size: Ranks of each machine.
     """
     parts: dict[int, int] | None = None  # bytes for each other rank, if they differ
     if isinstance(request, Exchange):
@@ -135,10 +135,10 @@ class TrafficMeter:
         local_size: Number of ranks of each machine. 1: every rank counts as a machine.
         payload_bytes: Bytes that this rank contributed, with headers and padding.
         wire_bytes: Bytes that this rank sent.
-        cross_wire_bytes: Those of them that went to other machines.
-        dense: What `dense_wire_bytes` are those of, in words.
+        cross_wire_bytes: The part of them that went to other machines.
+        dense: What would have sent `dense_wire_bytes`, in words.
         dense_wire_bytes: Bytes that it would have sent.
-        dense_cross_wire_bytes: Those of them that would have gone to other machines.
+        dense_cross_wire_bytes: The part of them that would have gone to other machines.
         rounds: Number of rounds of requests.
         seconds: Host time per phase; on a GPU the work itself may still be running. "compress" computes a message,
             "launch" passes messages to the transport, "wait" is the time that step() or synchronize() waits for
@@ -213,7 +213,7 @@ class TrafficMeter:
         """Continue from these totals.
 
         Raises:
-            ValueError: The state is not that of a meter.
+            ValueError: The state is not from a meter.
         """
         if state.keys() != set(TOTALS):
             raise ValueError(f"not the state of a meter: it has {sorted(state)}, not {sorted(TOTALS)}")

@@ -4,7 +4,7 @@ An algorithm is a generator. It yields a tuple of requests, is resumed with the 
 returns its result. It does not depend on the transport. It can also yield a `Read` of numbers on its device.
 
 After a request is launched, its tensor belongs to the transport, which may store the reply in it. Each request
-names a group: `world` is all ranks, `local` those of this machine, `cross` those with this local rank.
+names a group: `world` is all ranks, `local` the ranks of this machine, `cross` the ranks with this local rank.
 """
 
 from collections.abc import Generator, Sequence
@@ -43,7 +43,7 @@ class AllToAll:
     Args:
         tensor: One-dimensional tensor of sum(splits) elements.
         splits: Number of elements for each rank of the group.
-        receives: Number of elements that each rank sends to this one. None: those of `splits`.
+        receives: Number of elements that each rank sends to this one. None: as in `splits`.
     """
 
     tensor: Tensor

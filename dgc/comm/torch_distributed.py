@@ -1,11 +1,11 @@
 """A transport over torch.distributed: Gloo for tensors in host memory, NCCL for tensors of NVIDIA GPUs.
 
 torch.distributed matches the collectives of a process group by the order in which they are issued. A communicator
-has process groups of its own (see dgc.comm.transport). The groups of a transport are separate from those of the
-user, such as the default group that DDP uses.
+has process groups of its own (see dgc.comm.transport). The groups of a transport are separate from the groups of
+the user, such as the default group that DDP uses.
 
 With NCCL a reply may be used as soon as the collective is issued: the current stream waits for it, the host does
-not. `poll` therefore returns True at once, and the order of all rounds is that of the program.
+not. `poll` therefore returns True at once, and all rounds follow the order of the program.
 
 A Gloo message is known to be complete only when a call that waits for it returns. Threads wait (`WaitingThreads`),
 so that other threads can ask whether a message is complete.
@@ -52,7 +52,7 @@ _OPS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "min": dist.ReduceO
 # The names before torch 2.13 are deprecated there.
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "_allgather_base"  # of a group
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-DEFAULT_TIMEOUT = 1800.0  # seconds: that of torch.distributed
+DEFAULT_TIMEOUT = 1800.0  # seconds: the default of torch.distributed
 MAX_TAG = 2**31 - 1
 FOREVER = timedelta(days=365)  # an asynchronous rank may wait as long as it likes
 SEND_TIME = 10.0  # seconds

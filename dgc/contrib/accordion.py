@@ -7,7 +7,7 @@ interval of epochs:
     high rank   while | |d_previous| - |d| | / |d_previous| >= change, and until two intervals are known
     low rank    otherwise
 
-Payload of a bucket: that of PowerSGD with the ranks of its tensors.
+Payload of a bucket: as for PowerSGD with the ranks of its tensors.
 
 Differences from the paper: |d| is the root mean square, over the interval's steps, of the norm of the applied
 gradient. The paper sums all gradients, and uses the learning rate.

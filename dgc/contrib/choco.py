@@ -14,8 +14,9 @@ The part that Q drops stays in x_i - xhat_i and is sent later. The d_i of all ra
 Differences from the papers: d replaces s = d + xhat, the weighted sum of public copies (the memory-efficient
 form), in which the rounding errors of x would accumulate. Public copies begin as the initial model, not as zeros.
 
-Payload per exchange and rank in bytes: for each neighbour 24 and that of Q, rounded up to a multiple of 8. TopK:
-for each element 4 and the bytes of a value, and 4 in 16 bits. Sign: 4 for each tensor, and a bit for each element.
+Payload per exchange and rank in bytes: for each neighbour 24 and the payload of Q, rounded up to a multiple of 8.
+TopK: for each element 4 and the bytes of a value, and 4 in 16 bits. Sign: 4 for each tensor, and a bit for each
+element.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -3,7 +3,7 @@
 
     worker i     v = g_i + e_i
 
-The servers, the payload and the codes are those of `dgc.codes.chunked_signs`, which 1-bit Adam has for its
+The servers, the payload and the codes come from `dgc.codes.chunked_signs`, which 1-bit Adam uses for its
 momentum.
 
 Differences from the paper: the servers compress the sum and not the mean, which changes their error by a factor of

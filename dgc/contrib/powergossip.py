@@ -7,9 +7,9 @@ Half steps alternate:
     even    X_i V and X_j V [n, r] are exchanged;      Y = D V;      X_i = X_i + W_ij Y V^T;      U = orth(Y)
     odd     X_i^T U and X_j^T U [m, r] are exchanged;  Y = D^T U;    X_i = X_i + W_ij U Y^T;      V = orth(Y)
 
-X_j moves by the opposite amount. Each half step acts on the part of D in r directions, those of a power iteration
-on D that continues from step to step. There is no residual: the unsent part of D is still in D in the next
-step. Vectors, and matrices smaller than their factors, are sent uncompressed.
+X_j moves by the opposite amount. Each half step acts on the part of D in r directions, which come from a power
+iteration on D that continues from step to step. There is no residual: the unsent part of D is still in D in the
+next step. Vectors, and matrices smaller than their factors, are sent uncompressed.
 
 Differences from the paper: There are 2 half steps per step by default, after the optimizer's step. Each edge
 alternates by itself, so graphs may change from round to round. Small noise, the same at both ends, keeps `orth`

@@ -82,7 +82,7 @@ class RandomKCompressor(ErrorFeedbackCompressor):
 class RandomBlockCompressor(RandomKCompressor):
     """Random block: k consecutive elements from a random start (Vogels et al. 2019, arXiv 1905.13727).
 
-    Args and errors are those of `RandomKCompressor`.
+    Arguments and errors are the same as for `RandomKCompressor`.
     """
 
     def choose(self, numel: int, k: int, generator: torch.Generator) -> Chosen:

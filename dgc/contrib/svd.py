@@ -33,7 +33,7 @@ class SVDCompressor(AllGatherCompressor):
         ValueError: if rank is less than 1.
     """
 
-    bits = 32  # the most for a tensor; that of a run depends on the shapes of its tensors
+    bits = 32  # the most for a tensor; the number of a run depends on the shapes of its tensors
 
     def __init__(self, rank: int = 2, error_feedback: bool = True, seed: int = 0):
         if rank < 1:

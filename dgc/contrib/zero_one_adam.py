@@ -15,14 +15,14 @@ weight decay lambda, in step t = 0, 1, ..
 
 Local steps begin when v is frozen. A step of T_v needs no second exchange: m, u and x remain equal on all ranks.
 
-Payload in bytes: 4 n in a step of T_v (or that of `gradients`), in a step of T_u that of DoubleSqueeze, otherwise
-nothing. Dense: 4 n.
+Payload in bytes: 4 n in a step of T_v (or the payload of `gradients`), in a step of T_u the payload of
+DoubleSqueeze, otherwise nothing. Dense: 4 n.
 
-Differences from the paper: those of `dgc.optim.OneBitAdam` (bias corrections, decoupled weight decay, `floor`),
-and the order within a step, which is that of DeepSpeed's code. v is updated before it is used, m takes the mean
-gradient in steps of T_v, and x and u take the new m. Where v is zero, nothing moves. u, x' and the sum of the
-rates decay as x does. If that sum is 0, m becomes 0. (DeepSpeed exchanges the gradients before local steps begin.
-Here it is u in every step of T_u, and the residual needs no reset.)
+Differences from the paper: the differences of `dgc.optim.OneBitAdam` (bias corrections, decoupled weight decay,
+`floor`), and the order within a step, which follows DeepSpeed's code. v is updated before it is used, m takes
+the mean gradient in steps of T_v, and x and u take the new m. Where v is zero, nothing moves. u, x' and the sum of
+the rates decay as x does. If that sum is 0, m becomes 0. (DeepSpeed exchanges the gradients before local steps
+begin. Here it is u in every step of T_u, and the residual needs no reset.)
 
 If a mean gradient of T_v is not finite, no rank changes anything in this step. If a rank's u is not, all return to
 x', with m = 0. A rank whose gradient is not finite leaves out a step of its own.
@@ -180,7 +180,7 @@ def dense(gradient: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ZeroOneSchedule:
-    """The steps of T_v and the gaps of T_u. Steps count from 0. The arguments are those of `ZeroOneSteps`."""
+    """The steps of T_v and the gaps of T_u. Steps count from 0. `ZeroOneSteps` has the same arguments."""
 
     var_freeze_step: int
     var_update_scaler: int

@@ -50,7 +50,7 @@ class Bucket:
     Args:
         name: Pairs messages between ranks. It must be unique among buckets and the same on every rank.
         segments: The place of each gradient, without gaps.
-        dtype, device: Those of the gradients.
+        dtype, device: Type and device of the gradients.
 
     Raises:
         ValueError: The type is complex. See `as_real`.

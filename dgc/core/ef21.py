@@ -13,7 +13,7 @@ e_i = v - C[v]. So C is a compressor with its own residual, which is e_i, and h 
 Differences from the paper: C of the model that a server sends to the workers is left out, because all ranks have
 h. C need not be a contraction of all of v: it may have a residual on the way back, as two-phase compressors have.
 
-Payload of a bucket in bytes: that of C with fp32 gradients.
+Payload of a bucket in bytes: the payload of C with fp32 gradients.
 """
 
 from collections.abc import Sequence

@@ -102,8 +102,10 @@ class Envelope:
     ) -> Conversation[tuple[bool, list[int]]]:
         """Gather payloads with headers, and decode them in one call.
 
-        decode: Returns five numbers per payload, as `Codec.words`, and one more. Returns whether that is not 0,
-        and what every rank reports.
+        decode: Returns five numbers per payload, as `Codec.words`, and after them a last number.
+
+        Returns:
+            (whether the last number is not 0, what every rank reports).
         """
         (payloads,) = yield (AllGather(payload),)
         ranks = range(len(payloads))

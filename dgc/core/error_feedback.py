@@ -120,7 +120,7 @@ class ErrorFeedbackCompressor(Compressor):
 class AllGatherCompressor(ErrorFeedbackCompressor):
     """Base class of compressors with one code per element. All ranks gather all codes, and sum them in rank order.
 
-    Payload of a bucket in bytes: 24 + those of the codes, rounded up to 8. The nominal ratio is bits / 32.
+    Payload of a bucket in bytes: 24 + bytes of the codes, rounded up to 8. The nominal ratio is bits / 32.
     """
 
     @abstractmethod

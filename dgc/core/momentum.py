@@ -7,7 +7,7 @@ from dataclasses import dataclass
 class MomentumCorrection:
     """Momentum that a memory applies before compression. The optimizer must then not apply it.
 
-    None stands for that of the optimizer, until `take` sets it.
+    None stands for the optimizer's momentum, until `take` sets it.
     """
 
     momentum: float | None

@@ -237,7 +237,7 @@ class ExchangesMomentum(Protocol):
     """A compressor that needs a MomentumOwner."""
 
     def exchange_momentum_of(self, owner: MomentumOwner, parameters: Mapping[str, Tensor]) -> None:
-        """Called once, before `plan`. parameters: those of this compressor, by name."""
+        """Called once, before `plan`. parameters: the parameters of this compressor, by name."""
 
 
 # --- what is not finite ----------------------------------------------------------------------------

@@ -17,7 +17,7 @@ class Rule:
     """Matches parameters, with inclusive ranges.
 
     Args:
-        compressor (Compressor): that of the matching parameters.
+        compressor (Compressor): the compressor of the matching parameters.
         name (str): shell pattern for the parameter's name.
         min_dim, max_dim (int): number of dimensions.
         min_numel, max_numel (int): number of elements.

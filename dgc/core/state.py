@@ -32,11 +32,11 @@ class State:
         errors: What is not sent yet, fp32 [numel], by name of the table.
         local: Further tensors of this rank, such as momentum, fp32 [numel], by name of the table.
         constants: What the method has computed once from the layout of the bucket. It is not saved.
-        scratch: Memory that the next step overwrites, by use. It spares new pages in each step and is not saved. A
-            tensor of it may belong to the state that a dropped step would have restored.
+        scratch: Memory that the next step overwrites, by use. It avoids an allocation in each step and is not
+            saved. It may contain tensors of the previous state: only a dropped step would have restored them.
         dense: Whether the last step sent all elements, if the method decides that in each step; else None.
         partial: Tables that need not have all parameters.
-        common: Those of them that have the same parameters on all ranks.
+        common: The partial tables that have the same parameters on all ranks.
     """
 
     size: int

@@ -127,7 +127,8 @@ class CastValues(ValueFormat):
     def limit_of_summands(self, summands: int = 1, result: torch.dtype = torch.float32) -> float | None:
         """Return the limit of magnitudes in an all-reduce of `summands` ranks. None: they are sent as they are.
 
-        The sum stays in range, with a factor of 2 for rounding, and in that of `result`, the type of the mean.
+        The sum stays in range, with a factor of 2 for rounding, and in the range of `result`, the type of the
+        mean.
         """
         wire, home = torch.finfo(self.torch_dtype), torch.finfo(result)
         limit = wire.max / (1 if summands == 1 else 2 * summands)
@@ -186,9 +187,9 @@ class TwoBitValues(ValueFormat):
     Bytes for k values of T tensors: 16 T + ceil(k / 4).
 
     There is a table per tensor, and not one per payload, because the magnitudes of tensors differ by orders. In
-    common bins, all values of a tensor of small gradients would be received as those of other tensors, many times
-    as large or of the other sign. A table costs as much as 64 values, so the format is for tensors that send more
-    than that.
+    common bins, all values of a tensor of small gradients would be received as the values of other tensors, many
+    times as large or of the other sign. A table costs as much as 64 values, so the format is for tensors that send
+    more than that.
 
     Differences from the paper: Bins meet at the mean, so that the signs of values that exceed a threshold are
     kept. If a bin were centred on the mean, it would have hardly any of these values, but both of a tensor that

@@ -60,7 +60,7 @@ def check_equal(tensor: Tensor, transport: Transport, name: str, what: str, cure
 
 
 def check_settings(transport: Transport, name: str, **settings: object) -> None:
-    """Compare the settings of all ranks with those of this one. Collective. name: of the messages.
+    """Compare the settings of all ranks with the settings of this one. Collective. name: of the messages.
 
     Raises:
         ValueError: A setting differs. Raised on every rank, with the first such setting, both values and ranks.
@@ -131,7 +131,7 @@ class Agreement:
         self._sequence.pending.append(self)
 
     def end(self) -> None:
-        """Wait for the digests, also those of exchanges that have begun before and not ended.
+        """Wait for the digests, also the digests of exchanges that began before and have not ended.
 
         Raises:
             ValueError: A setting differs. Raised on every rank, with the first one, both values and ranks.

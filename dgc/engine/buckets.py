@@ -38,7 +38,7 @@ class PlannedBucket:
     """A bucket with its compressor and its parameters.
 
     Attributes:
-        states: Those of all buckets of the compressor, from `keep_states` on.
+        states: The states of all buckets of the compressor, from `keep_states` on.
         is_attached: Whether each .grad was set to its view and has not been replaced since.
     """
 
@@ -143,7 +143,7 @@ def plan_buckets(
 def keep_states(
     planned: Sequence[PlannedBucket], size: int, rank: int, compressors: Iterable[Compressor] = ()
 ) -> list[BucketStates]:
-    """Begin with the initial states of the buckets. Returns those of `compressors`, and then those of others."""
+    """Begin with the initial states of the buckets. Returns those for `compressors`, then for others."""
     kept = {id(compressor): BucketStates(compressor) for compressor in compressors}
     for plan in planned:
         plan.states = kept.setdefault(id(plan.compressor), BucketStates(plan.compressor))
@@ -160,7 +160,7 @@ def warn_of_dense(planned: Sequence[PlannedBucket]) -> None:
     if 2 * sum(s.numel for _, s in dense) > elements:
         warnings.warn(
             f"{dense[0][0].class_name} sends {len(dense)} of {total} tensors dense, such as {dense[0][1].name}: "
-            "their rank is at most its own, as that of LoRA's factors, so that it saves nothing. Use a smaller "
+            "their rank is at most its own, as with LoRA's factors, so that it saves nothing. Use a smaller "
             "rank, or a method that needs no matrices, such as 1-bit Adam",
             stacklevel=5,
         )

@@ -1,7 +1,7 @@
 """What the adapters that average gradients have in common.
 
     settings = ExchangeSettings(compression, nonfinite="skip", ...)     checked on this rank
-    settings.check_equal(transport)                                     compared with those of all ranks
+    settings.check_equal(transport)                                     compared with all ranks
     plan = plan_gradients(settings, named_parameters, transport)        buckets, methods and states
     GradientExchange.__init__(self, settings, plan, transport)          engine, meter, drop policy, checkpoints
 
@@ -57,7 +57,7 @@ class ExchangeSettings:
         return as_route(self.compression)
 
     def check_equal(self, transport: Transport, **others: object) -> None:
-        """Compare these and other settings with those of all ranks. Collective.
+        """Compare these and other settings between all ranks. Collective.
 
         Raises:
             ValueError: One differs. Raised on every rank.
@@ -81,7 +81,7 @@ class GradientPlan:
     """What is exchanged, and how.
 
     Attributes:
-        groups: The buckets. Those of one group start together.
+        groups: The buckets. The buckets of one group start together.
         states: The compressors with their states, in the order of the model.
         transport: The ranks among which buckets are exchanged.
         prefix: Of all messages, unique on the transport.
@@ -135,7 +135,7 @@ class GradientExchange(HasGatheredState):
     Args:
         settings: The common arguments.
         plan: Buckets and states.
-        transport: Connects all ranks. That of the plan may be of some of them.
+        transport: Connects all ranks. The transport of the plan may connect some of them.
         meter: Counts bytes and seconds.
         effect: What every rank does with a dropped step, for the warning.
 

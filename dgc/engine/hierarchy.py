@@ -15,8 +15,8 @@ the same number of rounds nevertheless, so that messages are issued in the same 
 begins after as many rounds as the longest share needed in the last step. A rank that needs more reports it in the
 last round, which is then repeated.
 
-Payload of a bucket in bytes: that of the compressor for this rank's share, and inside the machine the bucket for
-round 1, this rank's share and 40 for the last round.
+Payload of a bucket in bytes: the payload of the compressor for this rank's share, and inside the machine the
+bucket for round 1, this rank's share and 40 for the last round.
 """
 
 import warnings
@@ -97,7 +97,7 @@ class ShareState(State):
 
 
 class _Conversation:
-    """A conversation between machines, round by round. `requests` are those of the next round."""
+    """A conversation between machines, round by round. `requests` belong to the next round."""
 
     def __init__(self, conversation: Conversation[Reduced]):
         self._conversation = conversation
@@ -125,7 +125,7 @@ class _Conversation:
 class HierarchicalCompressor(Compressor):
     """Averages densely inside each machine, and with another compressor between machines.
 
-    `DistributedOptimizer(hierarchical=...)` makes it; its state is that of `inner`, for this rank's tensors.
+    `DistributedOptimizer(hierarchical=...)` makes it; its state is the state of `inner`, for this rank's tensors.
 
     Args:
         inner (Compressor): method between machines.
@@ -209,7 +209,7 @@ class HierarchicalCompressor(Compressor):
             yield from between.resume((yield between.requests))
         reports = [[RUNNING, 0]]
         while any(rounds == RUNNING for rounds, _ in reports):
-            # equal places on all ranks of a group name equal requests: those of all ranks come first
+            # equal places on all ranks of a group must have equal requests: requests of all ranks come first
             shared = self._shared(bucket, state, between)
             replies = yield (*shared, *between.requests)
             yield from between.resume(replies[len(shared) :])

@@ -52,8 +52,8 @@ COMMUNICATORS = 3  # few methods have more rounds. With torch.distributed each h
 class StartOrder:
     """The order in which groups of buckets start: one for all ranks, close to the order in which they fill.
 
-    A group may start when it is full and all groups before it have started. The order is that of the plan in the
-    first step, and then that in which rank 0 filled them.
+    A group may start when it is full and all groups before it have started. The first step takes the order of the
+    plan, later steps the order in which rank 0 filled them.
 
     sizes: number of gradients of each group. name: prefix of control messages, unique on the transport.
     """
@@ -194,7 +194,7 @@ class Engine:
     or in the network, `intact` does not let the next use continue.
 
     Args:
-        groups: The buckets. Those of one group start together.
+        groups: The buckets. The buckets of one group start together.
         transport: Connects the ranks.
         meter: Counts bytes and seconds.
         name: Prefix of communicators and messages, unique on the transport.
@@ -291,8 +291,8 @@ class Engine:
     def finish(self, learn: bool = False, judge: Callable[[str | None], str | None] | None = None) -> Outcome:
         """Wait for the buckets that have started, and end the step.
 
-        learn: Let the order in which rank 0 has filled its buckets be that of all later steps. Collective.
-        judge: Given why the results of this rank cannot be used, or None, returns why those of all cannot.
+        learn: Use the order in which rank 0 has filled its buckets in all later steps. Collective.
+        judge: Given why the results of this rank cannot be used, or None, returns why the results of no rank can.
         """
         with self.intact:
             self._wait()

@@ -232,7 +232,7 @@ def check_no_unfrozen(param_groups: Sequence[dict[str, Any]], known: Container[T
 
 
 def check_optimizer_state(optimizer: Optimizer, state: Any) -> None:
-    """Raise ValueError for what is no state, or that of another kind of optimizer, which lacks what a step needs.
+    """Raise ValueError for what is no state, or is of another kind of optimizer, and lacks what a step needs.
 
     Versions of torch add settings, and schedulers have theirs: groups differ in both directions if it is another.
     """
@@ -248,7 +248,7 @@ def check_optimizer_state(optimizer: Optimizer, state: Any) -> None:
         unknown = sorted(saved.keys() - own.keys() - OF_SCHEDULERS)
         if missing and unknown:
             raise ValueError(
-                f"the state is that of another optimizer than {type(optimizer).__name__}: it has {unknown} and "
+                f"the state is from another optimizer than {type(optimizer).__name__}: it has {unknown} and "
                 f"lacks {missing}. Load it into an optimizer of the class that saved it"
             )
     if isinstance(optimizer, ChecksStates):
@@ -268,7 +268,7 @@ def check_saved_groups(
 ) -> None:
     """Raise ValueError, with the number of the group, if `check` refuses a group of a state.
 
-    Settings that the state lacks, because another version of torch saved it, are those of the optimizer.
+    Settings that the state lacks, because another version of torch saved it, are taken from the optimizer.
     """
     for g, (own, saved) in enumerate(zip(optimizer.param_groups, state["param_groups"], strict=False)):
         try:
@@ -286,7 +286,7 @@ class ConvertsStates(Protocol):
 
 
 def load_optimizer_state(optimizer: Optimizer, state: Any) -> None:
-    """Load the state of an optimizer. Raises ValueError for that of another kind, and for a damaged one."""
+    """Load the state of an optimizer. Raises ValueError for a state of another kind, and for a damaged one."""
     if isinstance(optimizer, ConvertsStates):
         state = optimizer.converted(state)
     check_optimizer_state(optimizer, state)
@@ -294,7 +294,7 @@ def load_optimizer_state(optimizer: Optimizer, state: Any) -> None:
         optimizer.load_state_dict(state)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"the state of the optimizer is damaged, or that of other parameters: {type(optimizer).__name__} "
+            f"the state of the optimizer is damaged, or from other parameters: {type(optimizer).__name__} "
             f"refuses it with {type(error).__name__}: {error}"
         ) from error
 
@@ -555,7 +555,7 @@ def warn_of_momentum_twice(optimizer: Optimizer, compressors: Mapping[Tensor, Co
 def assign_momentum(optimizer: Optimizer, planned: Sequence[PlannedBucket]) -> None:
     """Decide whether the memory or the optimizer applies momentum to each parameter.
 
-    A memory without a momentum of its own takes that of the first group with a parameter of it.
+    A memory without a momentum of its own takes the momentum of the first group with a parameter of it.
 
     Raises:
         ValueError: Both would apply it, or their settings differ. The message names the cure.

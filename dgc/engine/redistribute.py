@@ -118,7 +118,7 @@ def redistribute(
         The state of each new rank.
 
     Raises:
-        ValueError: The states are not those of all ranks of one step and one run, or `size` is not a positive
+        ValueError: The states are not from all ranks of one step and one run, or `size` is not a positive
             multiple of the number of shards.
         FixedSize: Values differ between ranks and cannot be summed. The message has the key.
 
@@ -138,7 +138,7 @@ def redistribute(
     owners = [(identity.rank, identity.shard) for identity in known]
     if sorted(owners) != [(rank, shard) for rank in range(known[0].size) for shard in range(shards)]:
         raise ValueError(
-            f"{len(states)} states, those of {', '.join(map(str, known))}: pass the state of every rank once"
+            f"{len(states)} states, of {', '.join(map(str, known))}: pass the state of every rank once"
         )
     states = [state for _, state in sorted(zip(owners, states, strict=True), key=lambda pair: pair[0])]
     new = []
@@ -194,8 +194,8 @@ def _common_identity(known: Sequence[Identity]) -> Identity:
         if replace(identity, rank=known[0].rank) != known[0]:
             others = ", with other settings" if identity.settings != known[0].settings else ""
             raise ValueError(
-                f"the states are not those of one run at one step: that of {known[0]} is of step {known[0].step}, "
-                f"that of {identity} of step {identity.step}{others}"
+                f"the states are not from one run at one step: the one of {known[0]} is of step {known[0].step}, "
+                f"the one of {identity} of step {identity.step}{others}"
             )
     return known[0]
 

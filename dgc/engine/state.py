@@ -173,13 +173,13 @@ def verified(
     content = {name: value for name, value in state.items() if name != KEY}
     if (identity.shard, identity.shards) != (own.shard, own.shards):
         raise ValueError(
-            f"this state is that of {identity}, and {own} loads it: shards are different parts of the model. Load "
+            f"this state is from {identity}, and {own} loads it: shards are different parts of the model. Load "
             "the state that this rank has saved, with the same number of ranks on each machine"
         )
     if (identity.rank, identity.size) != (own.rank, own.size) and not allow_other_rank:
         raise ValueError(
-            f"this state is that of {identity}, and {own} loads it. What is not sent yet differs between ranks: "
-            "that of this rank would be lost, and that of the other one sent twice. Save the state on every rank, "
+            f"this state is from {identity}, and {own} loads it. What is not sent yet differs between ranks: "
+            "this rank's would be lost, and the other rank's sent twice. Save the state on every rank, "
             "into a file of its own, and load this rank's file. For another number of ranks, use "
             "dgc.optim.redistribute on the states of all ranks. allow_other_rank=True loads it nevertheless "
             "(page Checkpoints of the documentation)"
@@ -258,7 +258,7 @@ class BucketStates:
 
     @property
     def names(self) -> set[str]:
-        """Those of all parameters."""
+        """The names of all parameters."""
         return {s.name for bucket, _ in self._of.values() for s in bucket.segments}
 
     def __getitem__(self, bucket: Bucket) -> Any:
@@ -339,7 +339,7 @@ class BucketStates:
         """Load a state. Nothing changes if it is refused.
 
         Raises:
-            ValueError: It is that of another method or model, or damaged.
+            ValueError: It is from another method or model, or damaged.
         """
         self.loader(saved)()
 
@@ -531,11 +531,11 @@ class HasCompression:
             state: What `compression_state_dict()` returned on this rank, or this rank's element of what
                 `redistribute` returns.
             allow_other_rank: Load the state of another rank, or of another number of ranks. What this rank had not
-                sent is lost. If all ranks load the state of one, the mean of the unsent gradients becomes that of
-                this one.
+                sent is lost. If all ranks load the state of one, the mean of the unsent gradients becomes the one
+                of this one.
 
         Raises:
-            ValueError: The state is that of another rank, of another method or model, or of other settings.
+            ValueError: The state is from another rank, method or model, or from other settings.
             RuntimeError: Gradients are being exchanged, or an exception has ended an earlier step.
         """
         require("True or False", FLAG, allow_other_rank=allow_other_rank)
@@ -556,7 +556,7 @@ class HasCompression:
         unknown = [state[name] for name in state.keys() - methods.keys()]
         if lacks_state or any(not isinstance(part, Mapping) or part for part in unknown):
             found = f"it has {texts(state)}, not {texts(methods)}"
-            raise ValueError(f"state of other compressors: {found}. Use those of the run that saved it")
+            raise ValueError(f"state of other compressors: {found}. Use the compressors of the run that saved it")
         for name, part in state.items():
             require("a mapping", (Mapping,), **{str(name): part})
         # all are checked before the first one changes
@@ -592,5 +592,5 @@ def _division(part: ResidualPart | None, allow_other_rank: bool) -> Any:
 
 def _describe(part: ResidualPart | None) -> str:
     if part is None:
-        return "that of a rank of its own"
-    return f"that of {len(part['tensors'])} tensors on machine {part['machine']} of {part['machines']}"
+        return "from a rank of its own"
+    return f"from {len(part['tensors'])} tensors on machine {part['machine']} of {part['machines']}"

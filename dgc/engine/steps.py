@@ -30,7 +30,7 @@ def check_not_running(call: str, is_running: bool) -> None:
 def check_taken(call: str, parameters: Iterable[Tensor]) -> None:
     """Raise RuntimeError if the parameters, whose means no step has used yet, still have their gradients.
 
-    Gradients that are not finite are those of a step that is dropped, or that a GradScaler leaves out.
+    Gradients that are not finite belong to a step that is dropped, or that a GradScaler leaves out.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     plain = [local_part(g) for g in gradients]
@@ -48,7 +48,8 @@ class _Observers:
     All use one hook of torch, which stays: torch iterates over its hooks, and the garbage collector, which may run
     in each of them, must not remove one.
 
-    has_parts: Whether optimizers with `is_part_of_another` count, which step inside one that counts.
+    has_parts: Whether to count an optimizer with `is_part_of_another`. It steps inside another optimizer, which is
+        counted.
     """
 
     def __init__(self, register: Callable[[Any], Any], has_parts: bool):

@@ -64,7 +64,7 @@ class GroupPlan:
     """A parameter group and the buckets of its shards, one for each compressor.
 
     Attributes:
-        compressors: That of each parameter.
+        compressors: The compressor of each parameter.
         buckets: Parameters of which this rank has no rows are in none.
         places: For each bucket, the places of its parameters in the result of the reduce-scatter.
         has_gradients: Whether the buckets have gradients of this or an earlier backward pass.

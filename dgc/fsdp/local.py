@@ -70,7 +70,7 @@ class ShardedLocalOptimizer(LocalOptimizer):
         stepped = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         if others := len(set(stepped) - {p for _, p in named}):
             raise ValueError(
-                f"{others} of the optimizer's {len(stepped)} parameters are not those of the sharded model: "
+                f"{others} of the optimizer's {len(stepped)} parameters do not belong to the sharded model: "
                 "create the optimizer after fully_shard and before a forward pass, from model.parameters()"
             )
         super().__init__(optimizer, named, method, transport=CrossMachineTransport(transport), nonfinite=nonfinite)

@@ -351,7 +351,8 @@ class FSDPQuantizer:
         nonfinite (str), grad_scaler: as for `dgc.ddp.compress`.
 
     Attributes:
-        meter (TrafficMeter): bytes that this rank sent. `dense_wire_bytes` are those of FSDP2's own collectives.
+        meter (TrafficMeter): bytes that this rank sent. `dense_wire_bytes` are the bytes of FSDP2's own
+            collectives.
         dropped_steps (int): backward passes whose gradients were dropped because of NaN or inf.
 
     Raises:
@@ -543,8 +544,8 @@ class FSDPQuantizer:
                 same number of ranks. Without it, the state can be loaded from a checkpoint of any number of ranks.
 
         Returns:
-            "errors": The mean error over the ranks by parameter name, sharded as the parameter. "ranks": That of
-            each rank, [ranks, ...], which is empty without `of_each_rank`.
+            "errors": The mean error over the ranks by parameter name, sharded as the parameter. "ranks": The
+            error of each rank, [ranks, ...], which is empty without `of_each_rank`.
 
         Raises:
             RuntimeError: It is called between backward() and the optimizer's step().

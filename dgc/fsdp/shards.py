@@ -65,7 +65,7 @@ def lay_out(shapes: Sequence[tuple[Sequence[int], Sequence[int], int]], ranks: i
 class ParameterGroup:
     """The trainable parameters of one call of `fully_shard` on `module`.
 
-    label: Name of the module, for messages. names: Those of the model's parameters. ranks: Those of this machine.
+    label: Name of the module, for messages. names: Names of the model's parameters. ranks: Ranks of this machine.
     mesh: The mesh that the module needs, in words. ValueError if it is sharded over others, or in another way.
     """
 
@@ -288,7 +288,7 @@ def parameter_groups(
 
     Args:
         model: The model.
-        ranks: Those of this machine. None: those over which the first parameter is sharded.
+        ranks: Ranks of this machine. None: the ranks over which the first parameter is sharded.
         mesh: In words, the mesh that the model needs.
         frozen: Also return the groups without trainable parameters.
 
@@ -344,7 +344,7 @@ def _divided_dim(label: str, p: DTensor, ranks: Sequence[int], needed: str) -> i
 
 
 def check_ranks(transport: Transport) -> None:
-    """Raise ValueError for what is no transport, or one of other ranks than those of torch.distributed."""
+    """Raise ValueError for what is no transport, or a transport of other ranks than torch.distributed has."""
     if isinstance(transport, type) or not isinstance(transport, Transport):
         raise ValueError(f"transport must be what dgc.comm connects, with hierarchical=True, not {transport!r}")
     ranks = dist.get_world_size() if dist.is_initialized() else 0

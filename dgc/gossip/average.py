@@ -85,7 +85,7 @@ def push_sum_average(
 def push_pull_average(
     x: Tensor, rounds: int, rank: int, topology: Topology, mixing: Mixing = uniform
 ) -> Conversation[Tensor]:
-    """Returns x after some rounds of push-pull. Args and errors are those of `push_sum_average`.
+    """Returns x after some rounds of push-pull. Arguments and errors are the same as for `push_sum_average`.
 
     It converges to the mean if `check_mixing(topology, mixing, doubly_stochastic=True)` passes.
     """

@@ -67,13 +67,13 @@ def bipartite_exponential(size: int, peers: int = 1, order: str = "paper") -> To
 
 @checked
 def linear(size: int, peers: int = 1, order: str = "paper") -> Topology:
-    """The linear graph of SGP: offsets +i and -i for odd i. Args are those of `exponential`."""
+    """The linear graph of SGP: offsets +i and -i for odd i. Arguments are as in `exponential`."""
     return _two_directions("linear", size, peers, order, range(1, size, 2), False)
 
 
 @checked
 def bipartite_linear(size: int, peers: int = 1, order: str = "paper") -> Topology:
-    """The offsets of `linear`, between ranks of opposite parity. Args are those of `bipartite_exponential`."""
+    """The offsets of `linear`, between ranks of opposite parity. Arguments are as in `bipartite_exponential`."""
     return _two_directions("bipartite_linear", size, peers, order, range(1, size, 2), True)
 
 

@@ -3,7 +3,7 @@ Ballas, Rabbat: ICML 2019, arXiv 1811.10792, section 5: 8 GPUs per node).
 
 All ranks of a machine have the same model z and optimizer. On every rank:
 
-    g = mean of the gradients of the machine's ranks              one all-reduce inside the machine, or that of
+    g = mean of the gradients of the machine's ranks              one all-reduce inside the machine, or by
                                                                   DDP (averages_gradients=False)
     z = z - lr O(g)                                               for the direction O of any optimizer
     base on slice l of z, with local rank l on other machines     any synchronous algorithm that needs no
@@ -16,8 +16,9 @@ With the topology `hierarchical`, in contrast, every rank has its own model and 
 Differences from the paper: There, one rank of a machine communicates for all and sends the parameters to the
 others before each forward pass. Here, a machine drops a step if any of its ranks has a gradient with NaN or inf.
 
-Payload per step and rank in bytes: that of the base for n/L elements, which alone compress_ratio counts, and
-inside the machine 4 (n + number of tensors) for gradients, unless DDP averages them, and 4 ceil(n/L) for slices.
+Payload per step and rank in bytes: the payload of the base for n/L elements, which alone compress_ratio counts,
+and inside the machine 4 (n + number of tensors) for gradients, unless DDP averages them, and 4 ceil(n/L) for
+slices.
 """
 
 from collections.abc import Callable, Iterable, Mapping

@@ -32,7 +32,7 @@ class FlatModel:
 
     Attributes:
         parameters: Those that are not empty.
-        segments: The place of each tensor in z. `pairs` has those of the parameters.
+        segments: The place of each tensor in z. `pairs` has the places of the parameters.
         numel: Elements of the parameters, the first of z.
         momenta: Names of the momenta.
 

@@ -28,7 +28,7 @@ class Gossip(ABC):
     """A gossip algorithm. Each step calls `begin_step`, runs forward and backward with the model's parameters, and
     calls `update`.
 
-    The defaults are those of a synchronous algorithm without push-sum weights, which receives all messages of a
+    The defaults suit a synchronous algorithm without push-sum weights, which receives all messages of a
     step before the next one.
 
     Attributes:

@@ -349,7 +349,8 @@ class DPSGD(SGP):
 
     Differences from the paper: Ranks average after the local step, as the authors of SGP do, not before it.
 
-    Args and errors are those of `SGP`. `start` raises TopologyError if the rows of P do not sum to one.
+    Arguments and errors are the same as for `SGP`. `start` raises TopologyError if the rows of P do not sum to
+    one.
     """
 
     weighted = False

@@ -80,7 +80,7 @@ def compress(
     read its own, all ranks raise ValueError.
 
     Args:
-        accelerator: Its grad scaler, if any, is that of the exchange.
+        accelerator: The exchange uses its grad scaler, if any.
         model: What `prepare` returned, in DistributedDataParallel: there must be several processes.
         compression: A compressor of `dgc.compression`, or a Route.
         optimizer: What `prepare` returned for the optimizer. Needed where `dgc.ddp.compress` needs it.

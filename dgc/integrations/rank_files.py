@@ -27,7 +27,7 @@ def missing(library: str) -> ModuleNotFoundError:
 
 
 def file_name(name: str, rank: int) -> str:
-    """The name of a rank's file in a folder with a checkpoint. name: That of the exchange."""
+    """The name of a rank's file in a folder with a checkpoint. name: The name of the exchange."""
     return f"{name}{rank}.pt"
 
 
@@ -82,7 +82,7 @@ def load(exchange: DDPExchange, file_of: Callable[[int], Path]) -> None:
     if not any(there):
         if transport.rank == 0:
             warnings.warn(
-                f"{own} is not there, nor that of any other rank: compression begins with nothing unsent. This is "
+                f"{own} is not there, nor any other rank's file: compression begins with nothing unsent. This is "
                 "right if the checkpoint was saved without compression. Else what its ranks had not sent is lost",
                 stacklevel=3,
             )

@@ -1,4 +1,4 @@
-"""Compression for torchtitan, between machines: its config with other functions around those of its model.
+"""Compression for torchtitan, between machines: its config with other functions around its model's functions.
 
 torchtitan's Trainer calls `parallelize_fn` while the parameters are on the meta device, and
 `post_optimizer_build_fn` when they have values, before it loads a checkpoint. With several replicas the first of
@@ -43,7 +43,7 @@ def compressed(
     """Return a config of torchtitan whose Trainer exchanges gradients between machines with compression.
 
     Call it in a function of your own `config_registry`, which `--module` names. The number of replicas,
-    `--parallelism.data_parallel_replicate_degree`, must be that of the machines. The exchange is
+    `--parallelism.data_parallel_replicate_degree`, must be the number of machines. The exchange is
     `trainer.optimizers.exchange`.
 
     Args:
@@ -121,7 +121,7 @@ def entry_of(rank: int) -> str:
 
 
 def keep_in_checkpoints(exchange: FSDPExchange, optimizers: Any, transport: Transport) -> None:
-    """Add this rank's state to that of torchtitan's optimizers: as bytes, whose number may change."""
+    """Add this rank's state to the state of torchtitan's optimizers: as bytes, whose number may change."""
     own, load, key = optimizers.state_dict, optimizers.load_state_dict, entry_of(transport.rank)
 
     def state_dict() -> dict[str, Any]:

@@ -36,7 +36,7 @@ class CompressionCallback(TrainerCallback):
     compression: it begins then, with a warning. If only some ranks find one, or one cannot read its own, all ranks
     raise ValueError.
 
-    Gradients are not clipped in steps in which `.grad` is a momentum, those of OneBitAdam and DGCAdam from their
+    Gradients are not clipped in steps in which `.grad` is a momentum, as with OneBitAdam and DGCAdam from their
     freeze_step on, whatever max_grad_norm is. In a single process nothing is compressed, with a warning.
 
     Args:

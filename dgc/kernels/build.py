@@ -53,7 +53,7 @@ def sources() -> list[Path]:
 
 
 def include_flags() -> list[str]:
-    """Return the compiler flags by which a family includes the headers of another, and those of all."""
+    """Return the compiler flags by which a family includes the headers of another family, and the common ones."""
     return [f"-I{folder}" for folder in [SOURCES, *sorted(SOURCES.glob("*/cpp"))]]
 
 

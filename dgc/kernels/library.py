@@ -1,8 +1,8 @@
 """Loading of the native library, once per process, the types of its arguments, and the base of its classes.
 
-The kernels are C++ behind a C interface, for contiguous CPU tensors. The bits are those of plain torch. Kernels
-run on torch.get_num_threads() threads; the codec of payloads runs on one, but for the encoding of two-bit values.
-The number of threads does not change the result.
+The kernels are C++ behind a C interface, for contiguous CPU tensors. The bits are the same as in plain torch.
+Kernels run on torch.get_num_threads() threads; the codec of payloads runs on one, but for the encoding of two-bit
+values. The number of threads does not change the result.
 """
 
 import ctypes

@@ -132,7 +132,7 @@ AGREE = (
 
 
 class ModelExchange:
-    """What exchanges of a model have in common. Construction is collective. Arguments are those of `Engine`.
+    """What exchanges of a model have in common. Construction is collective. Arguments are as in `Engine`.
 
     named: (name, tensor) pairs of the buckets' tensors, in the order of the model.
     """
@@ -189,12 +189,12 @@ class ModelExchange:
         return {"compression": compression, "dropped": self.dropped}
 
     def check(self, state: Mapping[str, Any]) -> list[Callable[[], None]]:
-        """Raise ValueError for a state that cannot be loaded. Returns what loads those of the compressors."""
+        """Raise ValueError for a state that cannot be loaded. Returns what loads the compressors' states."""
         compressors, saved = named_methods(self.states), state["compression"]
         check_mapping("compression", saved)
         if compressors.keys() != saved.keys():
             found = f"{texts(saved)}, not {texts(compressors)}"
-            raise ValueError(f"state of other compressors: {found}. Use those of the run that saved it")
+            raise ValueError(f"state of other compressors: {found}. Use the compressors of the run that saved it")
         check_count("dropped", state["dropped"])
         return [compressor.loader(saved[name]) for name, compressor in compressors.items()]
 
@@ -214,7 +214,7 @@ class BufferExchange(ModelExchange):
         model: The buffers have the names and shapes of its parameters.
         compression: Averages the buffers.
         bucket_mb: Largest size of a message's tensors in MB (2**20 bytes of fp32).
-        transport, meter: Those of `Gossip.start`.
+        transport, meter: As in `Gossip.start`.
         name: Prefix of messages, unique on the transport.
 
     Attributes:

@@ -4,7 +4,7 @@ arXiv 2105.09080), SlowMo (Wang et al.: ICLR 2020, arXiv 1910.00643, Algorithm 1
 arXiv 2311.08105, Algorithm 1), Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512), SparseLoCo (Sarfi et
 al. 2025, arXiv 2508.15706), momenta that are averaged too (DES-LOC: Iacob et al. 2025, arXiv 2505.22549).
 
-z is the model of a rank, and z0 that of all ranks after the last exchange. Every H steps
+z is the model of a rank, and z0 the model of all ranks after the last exchange. Every H steps
 
     d  = z0 - z                    pseudo-gradient of a rank, of H steps of any optimizer, or of gossip (`base`);
                                    w (z0 - z) with the weight w of push-sum
@@ -20,11 +20,11 @@ finite stays in the residual of the compressor, if it has one, and is sent later
 With `average_momentum` z has the momentum of each parameter too, whose z0 is always the mean.
 
 Differences from the papers: Each rank keeps its own inner optimizer buffers, except for momenta that are averaged,
-and they are never reset. The learning rate of SlowMo is that of the first parameter group in the step of the
+and they are never reset. SlowMo takes the learning rate of the first parameter group in the step of the
 exchange. In Streaming DiLoCo a fragment is made of transformer blocks, here of any tensors in the order of the
 model.
 
-Payload in bytes: that of the compressors every H steps, and that of the base. Dense: 4 n.
+Payload in bytes: the payload of the compressors every H steps, and the payload of the base. Dense: 4 n.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -191,7 +191,7 @@ class OuterSteps(Gossip):
                 "average_momentum exchanges momenta with the whole model: leave out "
                 + ("fragment_mb" if base is None else "the base")
             )
-        # a class such as Nesterov is no maker, but its instance Nesterov() is
+        # The class Nesterov is refused: only its instance Nesterov() makes an optimizer.
         is_other_class = isinstance(outer, type) and not issubclass(outer, Optimizer)
         if outer is not None and (is_other_class or not callable(outer)):
             raise ValueError(

@@ -74,7 +74,7 @@ class Layout:
     def permute_columns(
         self, batch: Batch, Qs: Sequence[Float32[Tensor, "r m"]], to_memory: bool
     ) -> list[Float32[Tensor, "r m"]]:
-        """Permutes the columns of each matrix's Q from the order of the shapes to that of v, or back."""
+        """Permutes the columns of each matrix's Q from the order of the shapes to the order of v, or back."""
         permuted = list(Qs)
         for j, i in enumerate(() if self.square else batch.members):
             Q, shape, order = Qs[j], self.segments[i].shape, memory_order(self.segments[i])
@@ -233,7 +233,7 @@ def orthonormalize(
     which is accurate for any x. The host waits for nothing there, and what is not finite counts as zero.
 
     noise: returns the source of the random rows of the b-th x, [B, r, d] fp32, the same on all ranks. None: random
-    numbers from a fixed seed. key: that of the random rows where a kernel makes them.
+    numbers from a fixed seed. key: the key of the random rows where a kernel makes them.
     """
     if not xs:
         return []
@@ -245,7 +245,7 @@ def orthonormalize(
     else:
         attempts = [attempt(x, way, epsilon) for x in xs]
         bases = [basis for basis, _ in attempts]
-        # if all rows determine a direction, the host waits for a GPU only once
+        # The host waits for a GPU once for all matrices, and again only for a matrix that is not accepted.
         accepted = torch.stack([valid for _, valid in attempts]).tolist()
     for b, accept in enumerate(accepted):
         if accept:

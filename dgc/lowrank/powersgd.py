@@ -170,7 +170,7 @@ def stack(layout: Layout, batch: Batch, side: str, factors: list[Tensor]) -> Flo
 
 
 def check_factors(layout: Layout, tables: Tables) -> None:
-    """Raise ValueError if the factors of a checkpoint cannot be those of the matrices of a layout."""
+    """Raise ValueError if the factors of a checkpoint do not fit the matrices of a layout."""
     for batch in layout.batches:
         for name in layout.names(batch):
             found = [table for table in ("P", "Q") if name in tables[table]]
@@ -191,7 +191,7 @@ def check_factors(layout: Layout, tables: Tables) -> None:
 def restored(
     layout: Layout, batch: Batch, side: str, saved: Mapping[str, Any], seed: int
 ) -> Float32[Tensor, "B r d"]:
-    """The factors of a batch from those of a checkpoint, which have been checked."""
+    """The factors of a batch from the factors of a checkpoint, which have been checked."""
     (_, r, length), device = batch.factor_shape(side), layout.bucket.device
     factors = []
     for name in layout.names(batch):
@@ -233,7 +233,7 @@ class _Step:
     """sent: this rank's update. mean: U and W of the mean update, by batch. dense: the rest of it, [D]. reports:
     what all ranks say of their gradients, if it is on a device. nonfinite: for each rank the number of its first
     tensor with NaN or inf. largest: largest magnitude in the reply to each half step, as far as the host knows it.
-    largest_bits: that of all factors of the mean and the rest of it, which the device finds.
+    largest_bits: bits of the largest magnitude in the factors and the rest of the mean, found by the device.
     """
 
     sent: SentUpdate = field(default_factory=SentUpdate)

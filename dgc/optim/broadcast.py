@@ -18,7 +18,7 @@ def broadcast_parameters(
     root: int = 0,
     transport: Transport | None = None,
 ) -> None:
-    """Overwrite tensors in place with those of rank `root`. Collective.
+    """Overwrite tensors in place with the tensors of rank `root`. Collective.
 
     Args:
         params: `model.state_dict()` or `model.named_parameters()`.

@@ -50,7 +50,7 @@ from dgc.optim.broadcast import create_state
 from dgc.optim.wrapper import Wrapper
 
 OF_ANOTHER = (
-    "If it was the backward pass of another optimizer's loss, as that of a GAN's generator reaches the "
+    "If it was the backward pass of another optimizer's loss, as the loss of a GAN's generator reaches the "
     "discriminator, step() would train the wrong network: call requires_grad_(False) on these parameters before "
     "that pass, and requires_grad_(True) after it"
 )
@@ -59,7 +59,7 @@ OF_ANOTHER = (
 class DistributedOptimizer(Wrapper, GradientExchange):
     """Wraps an optimizer: averages its gradients over all ranks with compression, then steps it on the averages.
 
-    Learning-rate schedulers, parameter groups and state are those of the wrapped optimizer. Parameters without
+    Learning-rate schedulers, parameter groups and state belong to the wrapped optimizer. Parameters without
     requires_grad at construction take no part: to train them later, close() this optimizer and wrap again.
     Parameters that are frozen later stay unchanged.
 
@@ -96,7 +96,8 @@ class DistributedOptimizer(Wrapper, GradientExchange):
             transport must have groups: `connect(hierarchical=True)` or "auto".
 
     Raises:
-        ValueError: An argument is invalid, or a setting differs between ranks, those of the compressors included.
+        ValueError: An argument is invalid, or a setting differs between ranks, settings of the compressors
+            included.
     """
 
     def __init__(

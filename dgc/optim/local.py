@@ -68,7 +68,7 @@ class LocalOptimizer(Wrapper):
         method: How models are exchanged: an algorithm of `dgc.gossip` or `dgc.local`.
         transport: Connects the ranks. None: see `dgc.init`. With Horovod, MPI carries messages of two ranks.
         nonfinite: Response to NaN or inf in this rank's gradient. Its step is dropped and counted in
-            `dropped_steps`; other ranks are not affected, except those of its machine that take steps with it.
+            `dropped_steps`; other ranks are not affected, except the ranks of its machine that take steps with it.
             "raise" then raises NonFiniteGradientError, unless it is a GradScaler that has found it. Training may
             go on.
 
@@ -224,7 +224,7 @@ class LocalOptimizer(Wrapper):
         """Before the first step, or the first one after a load: begin from the weights that the ranks have now.
 
         Raises:
-            ValueError: The ranks have different ones, or a rank has others than those of the state that it loaded.
+            ValueError: The ranks have different ones, or a rank has others than in the state that it loaded.
                 Raised on every rank.
         """
         if self._is_settled:
@@ -401,7 +401,7 @@ class LocalOptimizer(Wrapper):
         check_is_state(state)
         algorithm = dict(state)
         if "optimizer" not in algorithm:
-            raise ValueError("the state is not that of a LocalOptimizer: it has no optimizer state of this rank")
+            raise ValueError("the state is not from a LocalOptimizer: it has no optimizer state of this rank")
         optimizer = with_tensors(torch.clone, algorithm.pop("optimizer"))  # torch's optimizers keep the tensors
         self._check_optimizer(optimizer)
         # first, because only torch can say whether it takes it
@@ -437,7 +437,7 @@ class Momenta:
         named: (name, parameter) pairs.
 
     Attributes:
-        named: (name, momentum) pairs: those of the optimizer, or zeros before its first step.
+        named: (name, momentum) pairs: the optimizer's momenta, or zeros before its first step.
     """
 
     def __init__(self, optimizer: Optimizer, named: Sequence[tuple[str, Tensor]]):

@@ -50,7 +50,7 @@ class MuonWithAdamW(Optimizer):
 
     Args:
         params: Parameter groups of `muon_groups(model)`. A group may set what the optimizer has, and `muon` and
-            `parts`, see `muon_groups`. The `lr` of a group with muon=True is that of Muon.
+            `parts`, see `muon_groups`. The `lr` of a group with muon=True is the learning rate of Muon.
         lr: Learning rate of AdamW.
         betas: Coefficients of AdamW's first and second moment, each in [0, 1).
         eps: Added to the root of AdamW's second moment.
@@ -115,7 +115,7 @@ class MuonWithAdamW(Optimizer):
 
     @property
     def setting_names(self) -> set[str]:
-        """Names of the settings of a group. `defaults` has only those of both kinds."""
+        """Names of the settings of a group. `defaults` has only the settings common to both kinds."""
         return {"muon", *self._settings[True], *self._settings[False]}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -142,7 +142,7 @@ class MuonWithAdamW(Optimizer):
     def check_state(self, state: Mapping[str, Any]) -> None:
         groups, states = state["param_groups"], state["state"]
         if not any(group.get("muon") for group in groups):
-            raise ValueError("the state is that of an optimizer without Muon, which has no momentum for matrices")
+            raise ValueError("the state is from an optimizer without Muon, which has no momentum for matrices")
         if _kinds(groups) != _kinds(self.param_groups):
             raise ValueError(
                 "the state has other groups of Muon and AdamW: call muon_groups as in the run that saved it"
@@ -172,7 +172,7 @@ class MuonWithAdamW(Optimizer):
         """In which type the Newton-Schulz iterations run, and who has chosen it."""
         found = sorted({group["ns_precision"] for group in self.param_groups if group["muon"]})
         chosen = self._settings[True]["ns_precision"] == "auto"
-        how = 'ns_precision="auto": the faster type here, or that of a loaded state' if chosen else "ns_precision"
+        how = 'ns_precision="auto": the faster type here, or the loaded one' if chosen else "ns_precision"
         return f"Muon iterates in {' and '.join(found)} ({how})"
 
     @torch.no_grad()
@@ -197,7 +197,7 @@ class MuonWithAdamW(Optimizer):
                         continue
                     if p.grad.is_sparse:
                         shape = tuple(p.shape)
-                        raise ValueError(f"Muon needs dense gradients, and that of a matrix of {shape} is sparse")
+                        raise ValueError(f"Muon needs dense gradients, and a gradient of shape {shape} is sparse")
                     if group["ns_precision"] == "fp32" or hasattr(p, "to_local") or _is_overwritten(p, group):
                         self._step_matrix(p, group)
                     else:

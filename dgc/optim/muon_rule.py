@@ -92,10 +92,10 @@ def muon_groups(
     split: Mapping[str, Parts] | None = None,
     matrices: Sequence[str] = (),
 ) -> MuonGroups:
-    """The parameter groups of `MuonWithAdamW`: first those of AdamW, then those of Muon.
+    """The parameter groups of `MuonWithAdamW`: first AdamW's, then Muon's.
 
-    Muon takes matrices. AdamW takes vectors, convolutions, stacks of matrices such as those of experts, routers of
-    experts, embeddings, also where the output layer shares them, and the output layer. Weights of
+    Muon takes matrices. AdamW takes vectors, convolutions, stacks of matrices such as the matrices of experts,
+    routers of experts, embeddings, also where the output layer shares them, and the output layer. Weights of
     nn.MultiheadAttention, nn.LSTM and nn.GRU are split into the matrices that they hold. `description()` of the
     result is a table of all parameters, with the reasons. docs/methods.md has the rules of names.
 
@@ -106,7 +106,7 @@ def muon_groups(
             looked up like an embedding. None: the output layer by its usual names.
         split: For patterns of names, the number of equal parts of a matrix's rows, or the rows of each part:
             `{"*qkv.weight": 3}`.
-        matrices: Patterns of names of matrices for Muon although their names are those of an embedding, an output
+        matrices: Patterns of names of matrices for Muon although they are named like an embedding, an output
             layer or a router.
 
     Raises:
@@ -191,7 +191,7 @@ def _not_a_matrix(p: Tensor, names: Sequence[str]) -> str | None:
 
 
 def _by_name(name: str, p: Tensor, last: Mapping[str, str], outputs: bool) -> str | None:
-    """Why the name of a matrix is that of one for AdamW. last: see `_is_output`. outputs: output layers count."""
+    """Why AdamW takes a matrix of this name. last: see `_is_output`. outputs: output layers count."""
     *words, leaf = name.split(".")
     if leaf != "weight":
         if any(fnmatchcase(leaf, pattern) for pattern in TABLES):
@@ -242,7 +242,7 @@ def _numberless(name: str) -> str:
 
 
 def _names(model: nn.Module) -> dict[Tensor, list[str]]:
-    """The names of each parameter, without those of the wrappers DDP, torch.compile and checkpoint_wrapper."""
+    """The names of each parameter, without what the wrappers DDP, torch.compile and checkpoint_wrapper add."""
     wrapped = {
         f"{name}.module".lstrip(".")
         for name, module in model.named_modules(remove_duplicate=False)

@@ -33,7 +33,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def is_of_adam(state: Any) -> bool:
-    """Whether a state has the form of that of torch.optim.AdamW or Adam."""
+    """Whether a state has the form of a state of torch.optim.AdamW or Adam."""
     try:
         groups, states = state["param_groups"], state["state"].values()
         has_groups = all("amsgrad" in group and "freeze_step" not in group for group in groups)
@@ -48,8 +48,8 @@ class OneBitAdam(Optimizer):
     For the first `freeze_step` steps it is torch.optim.AdamW. Then the second moment stays as it is, and
     `OneBitAdamCompressor` exchanges the first moment. Parameters of other compressors go on with AdamW.
 
-    A row of an embedding that never gets a gradient, such as that of `padding_idx`, moves after the warm-up, and
-    back, by 0.02 to 0.06 in runs of some hundred steps, unless floor is 0 or embeddings are exchanged dense.
+    A row of an embedding that never gets a gradient, such as the row of `padding_idx`, moves after the warm-up,
+    and back, by 0.02 to 0.06 in runs of some hundred steps, unless floor is 0 or embeddings are exchanged dense.
 
     To switch a run of AdamW, load its state. Its steps count, so `freeze_step` must be above their number.
 

@@ -15,7 +15,7 @@ from dgc.engine.state import BucketStates
 
 
 class Wrapper(HasGatheredState, Optimizer):
-    """Wraps the optimizer `inner`, with compressors or a gossip algorithm. Other attributes are those of `inner`.
+    """Wraps the optimizer `inner`, with compressors or a gossip algorithm. All other attributes come from `inner`.
 
     It cannot be copied or pickled. Save `state_dict()` and, on each rank, `compression_state_dict()`.
     """
@@ -92,7 +92,7 @@ class Wrapper(HasGatheredState, Optimizer):
         """
         return None
 
-    island: int | None = None  # that of this rank, see `Gossip`
+    island: int | None = None  # the group of replicas of this rank, see `Gossip`
 
     def join(self) -> None:
         """Continue as an island that joins or returns, from the common model and without a residual.

@@ -58,6 +58,6 @@ def top_k(v: Float[Tensor, "d"], k: int) -> Float[Tensor, "d"]:
 
 
 def scaled_sign(v: Float[Tensor, "d"]) -> Float[Tensor, "d"]:
-    """|v|_1 / d times the signs, that of zero being negative."""
+    """|v|_1 / d times the signs. The sign of zero is negative."""
     scale = v.abs().mean(dtype=torch.float64).to(v.dtype)
     return torch.where(v > 0, scale, -scale)

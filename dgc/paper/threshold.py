@@ -9,7 +9,8 @@ On each of N workers, for each key (tensor) by itself, with the gradient g and t
     residual = v - sent
     result = 1/N sum over workers of sent
 
-Codes lie in bytes, that of the first element in the most significant bits, and fill words of 4 bytes with zeros.
+Codes lie in bytes, the code of the first element in the most significant bits, and fill words of 4 bytes with
+zeros.
 
 Payload of a bucket in bytes: 4 sum over tensors of ceil(bits n / 32), and 8. dgc.compression.Threshold sends the
 same codes, and on a CPU gives the same bits. But it adds whole numbers and multiplies by t after: with more than

@@ -10,7 +10,7 @@ Worker i of n, with its own m, x and u, and C of 1-bit Adam. t' is the last step
                  m = ubar / (gamma_(t'+1) + .. + gamma_t),   x = x_(t'+1) - ubar / (sqrt(v) + eta),   u = 0
     t in T_v     g = 1/n sum over i of g_i,   v = beta_2 v + (1 - beta_2) g**2
 
-Differences from the paper: the order within a step is that of DeepSpeed's implementation. In a step of T_v, v is
+Differences from the paper: the order within a step follows DeepSpeed's implementation. In a step of T_v, v is
 updated first, and m takes the mean gradient: the workers then have the same u, and ubar = u. x and u take the m of
 the same step. Where v is zero, so are m and ubar. An element of 0 has a negative sign.
 """

@@ -74,8 +74,8 @@ class SparseCompressor(Compressor):
         compress_ratio (float): fraction of each tensor's elements to send; above 1 the factor saved (1000 means
             0.001).
         memory (Memory or str): treatment of unsent elements: "residual" adds them to the next gradient, "dgc" also
-            corrects momentum as DGC does, with that of the optimizer, and "none" discards them. Or an object of
-            dgc.memory, such as DGCSGDMemory(momentum_masking=False).
+            corrects momentum as DGC does, with the momentum of the optimizer, and "none" discards them. Or an
+            object of dgc.memory, such as DGCSGDMemory(momentum_masking=False).
         selector (Selector or str): which elements: "predicted", the exact top-k of every tensor, another one of
             SELECTORS, or an object of dgc.sparse.selectors.
         values (ValueFormat or str): "fp32", "fp16", "bf16", "int8", "sign", "2bit", or an object of

@@ -79,7 +79,7 @@ class StepGraph:
 
         Args:
             constants: All that the work depends on, besides `given` and the content of tensors at the addresses of
-                `settle`: objects, numbers, and further addresses. If one differs from that of the last step, the
+                `settle`: objects, numbers, and further addresses. If one differs from the last step, the
                 warm-up begins anew, and a new graph replaces the old one.
             given: Tensors of the same sizes in every step.
             work: A function of `given`. It returns a result, and tensors with which the next step replaces the
@@ -134,7 +134,7 @@ def addresses_of(tensors: Sequence[Tensor | None]) -> tuple[tuple[int, int], ...
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy each tensor to its target. A source may be the target itself, or that of another one."""
+    """Copy each tensor to its target. A source may be its own target, or the target of another source."""
     kept = {id(t) for t in targets}
     pairs = [(t, s) for t, s in zip(targets, sources, strict=False) if t is not s]
     copies = [(t, s.clone() if id(s) in kept else s) for t, s in pairs]

@@ -25,7 +25,7 @@ class DGCAdamCompressor(DGCCompressor):
     In step t = 1, 2, ..:
 
         t <= T_w     result = mean over the ranks of g_i, not compressed
-        t > T_w      h_i = g_i / (sqrt(v / c2) + eps)          v, c2: those of step T_w, the same on every rank
+        t > T_w      h_i = g_i / (sqrt(v / c2) + eps)          v, c2: from step T_w, the same on every rank
                      result = DGC of h_i: momentum correction with beta1, error feedback, the largest elements
 
     Adam divides by the root of its second moment. Of an element that is sent once in 1/p steps, in one large sum,
@@ -34,7 +34,7 @@ class DGCAdamCompressor(DGCCompressor):
     comes before compression, by a second moment that no longer changes: what is sent late is not sent smaller.
 
     DGC is Lin et al. 2018 (arXiv 1712.01887), sections 3.1 to 3.3, here with a dense warm-up and without masking.
-    The constant second moment is that of 1-bit Adam (arXiv 2102.02888, Algorithm 1). To combine them is this
+    The constant second moment comes from 1-bit Adam (arXiv 2102.02888, Algorithm 1). Their combination is this
     project's. From step `freeze_step` on, .grad is a mean of updates and no longer the gradient: do not clip it.
 
     Args:

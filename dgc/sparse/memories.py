@@ -35,7 +35,7 @@ class SparseState(State):
         plan: Number of elements per tensor, and the history of the selector. None before the first step.
         exchange: How the ranks sum what this plan selects (`SparseExchange`).
         rows: Names and shapes of what the selector needs of its history, for each parameter.
-        history: That of a loaded state, by parameter, until `plan` is made. It belongs to one ratio.
+        history: The history in a loaded state, by parameter, until `plan` is made. It belongs to one ratio.
         graph: The CUDA graph of the encoding (`dgc.sparse.cuda_graphs`), if there is one.
     """
 
@@ -159,7 +159,7 @@ class DGCSGDMemory(Memory):
     stale and u is not masked: the step is ordinary momentum.
 
     Args:
-        momentum: Momentum coefficient in [0, 1). None: that of the optimizer, which any other must equal.
+        momentum: Momentum coefficient in [0, 1). None: the optimizer's, which any other must equal.
         nesterov: Use Nesterov momentum. None: as the optimizer does, or False if `momentum` is given.
         gradient_clipping: One of ClipByNorm, ClipByValue, ClipByGlobalNorm, ClipValueByGlobalNorm, or None. Each
             tensor's local gradient is clipped before momentum. Tensors that the compressor's fallback sends dense

@@ -2,8 +2,8 @@
 
     result = 1/N * sum over the N ranks, in rank order, or the largest elements of that sum
 
-Nothing is lost: each rank removes from its residual only what it has sent of the elements of the result, and of
-a part of the sum that no rank receives, one rank keeps all:
+Nothing is lost. Each rank removes from its residual what it has sent of the elements in the result. A part of the
+sum that no rank receives stays, as a whole, in the residual of one rank:
 
     mean over ranks of (gradient + old error) = result + mean over ranks of new error
 
@@ -46,8 +46,8 @@ Exchanged: TypeAlias = tuple[Result, SparseVector, SparseVector | None]
 class SparseExchange(ABC):
     """Sums what the ranks have selected of one bucket, in the steps of one ratio.
 
-    payload: that of a selection. wants_sparse: whether a sparse mean saves the optimizer a pass: after momentum
-    correction it only subtracts.
+    payload: the payload of a selection. wants_sparse: whether a sparse mean saves the optimizer a pass: after
+    momentum correction it only subtracts.
     """
 
     payload: PayloadPlan
@@ -70,11 +70,11 @@ class SparseExchange(ABC):
 
     @cached_property
     def envelope(self) -> Envelope:
-        """That of messages without elements."""
+        """The envelope of messages without elements."""
         return Envelope(self.payload.what, self.payload.budget.bounds, self.payload.terms)
 
     def part(self, budget: Budget, numel: int) -> PayloadPlan:
-        """The payloads of other elements: those of `numel` elements of the bucket, or of a sum."""
+        """The payloads of other elements: of `numel` elements of the bucket, or of a sum."""
         return replace(self.payload, budget=budget, numel=numel, tensors=self.payload.budget.bounds)
 
     def decode(
@@ -171,7 +171,7 @@ def shared(x: SparseVector, other: SparseVector) -> SparseVector:
 
 
 def subtract(x: SparseVector, part: SparseVector) -> SparseVector:
-    """x - part, at the indices of x. Those of `part` must be among them."""
+    """x - part, at the indices of x. The indices of `part` must be among them."""
     at = torch.searchsorted(torch.where(live(x), x.indices, BEYOND), part.indices).to(torch.int32)
     rest = x.values.clone()
     kernels.of(rest).selection.remove_sent_(SparseVector(at, part.values, part.count), None, rest)
@@ -196,8 +196,8 @@ class Regions:
     elements selected from 14,664 on 16 ranks, 21 % find their region's payload full with B = 61 and 5 % with B =
     13. The map keeps the order of elements within a region.
 
-    numel: number of elements of the largest region, the first. bounds: for each region, those of the tensors in
-    it.
+    numel: number of elements of the largest region, the first. bounds: for each region, the bounds of the tensors
+    in it.
     """
 
     size: int
@@ -260,7 +260,7 @@ def largest_region(numel: int, size: int) -> int:
 
 
 def divide_into_regions(bounds: Int64[Tensor, "bounds"], numel: int, size: int) -> Regions:
-    """Divide a bucket. bounds: those of its tensors."""
+    """Divide a bucket. bounds: the bounds of its tensors."""
     first = BLOCK * torch.arange(size, dtype=torch.int64, device=bounds.device).unsqueeze(1)
     turns, rest = bounds // (BLOCK * size), bounds % (BLOCK * size)
     return Regions(size, largest_region(numel, size), turns * BLOCK + (rest - first).clamp(0, BLOCK))
@@ -312,7 +312,7 @@ class ReduceScatterExchange(SparseExchange):
 
     @cached_property
     def payloads(self) -> tuple[list[PayloadPlan], PayloadPlan, list[Tensor]]:
-        """The payloads to the owner of each region in round 1, that of round 2, and the bounds of each region."""
+        """The payloads to each region's owner in round 1, the payload of round 2, and the regions' bounds."""
         regions, bounds = self.regions, list(self.regions.bounds)
         to, kept = (
             # every tensor may fill the whole payload

@@ -148,7 +148,7 @@ class Checkpoints:
         return {self._read_name("latest"), self._read_name("best"), *last}
 
     def _remove_others(self, kept: set[str | None]) -> None:
-        """Removes all checkpoints but those of these names. One rank per machine does this."""
+        """Removes all checkpoints without one of these names. One rank per machine does this."""
         if self.transport.local_rank == 0:
             for folder in self.directory.iterdir():
                 if folder.is_dir() and folder.name not in kept:

@@ -64,7 +64,7 @@ class Files:
 
     @staticmethod
     def of(folder: Path, manifest: Mapping[str, Any], rank: int) -> "Files":
-        """Look at the folder. All files are compared only where that of `rank` is not valid, as it takes long."""
+        """Look at the folder. All files are compared only if the file of `rank` is not valid: it takes long."""
         names = {old: folder / f"rank{old}.pt" for old in range(manifest["size"])}
         found = {old for old, path in names.items() if path.exists()}
 
@@ -119,8 +119,8 @@ def read_islands(
 ) -> tuple[dict[str, Any], Islands | None, str | None]:
     """This rank's state, which ranks stay, and why the state cannot be read. Collective.
 
-    The state is empty if it cannot be read. That of a rank that joins, or continues one of another number, has
-    only "compression".
+    The state is empty if it cannot be read. The state of a rank that joins, or continues one of another number,
+    has only "compression".
 
     Args:
         folder: The checkpoint.

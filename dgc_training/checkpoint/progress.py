@@ -15,7 +15,7 @@ class TrainingProgress:
     """Epochs completed, steps done in the next epoch, and totals since the run's first start.
 
     samples (tokens, in a task that counts them) and seconds cover the whole run; training_seconds leaves out
-    evaluation and checkpoints. Bytes are those of one rank.
+    evaluation and checkpoints. Bytes are counted for one rank.
     """
 
     epoch: int = 0

@@ -165,7 +165,7 @@ def watching(
     main, ended = threading.get_ident(), threading.Event()
 
     heartbeat = Heartbeat(transport.inner)
-    # The exchanges of the watchdog come at any time between those of the training.
+    # The exchanges of the watchdog come at any time between the exchanges of the training.
     transport.inner.open_communicator(LANE)
 
     def end_without_exchange() -> None:

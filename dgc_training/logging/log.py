@@ -227,7 +227,7 @@ class Log:
         self._save_trace()
 
     def _epoch_bytes(self) -> dict[str, float]:
-        """Bytes per step, from this epoch's first step or that of a resumed run. Points have fewer steps."""
+        """Bytes per step, from the first step of this epoch or of a resumed run. Points have fewer steps."""
         began, steps, self.epoch_began, self.epoch_steps = self.epoch_began, self.epoch_steps, self.last, 0
         names = ("bytes/wire_per_step", "bytes/dense_wire_per_step")
         wire, dense = ((self.last[name] - began[name]) / max(steps, 1) for name in names)

@@ -33,7 +33,7 @@ TAGS = {
     "compression/error_norm": "L2 norm of rank 0's residual: the unsent part of its gradients.",
     "bytes/payload_per_step": "Bytes per step that one rank contributes to collectives and messages.",
     "bytes/wire_per_step": "Bytes per step that one rank sends to carry its payload.",
-    "bytes/cross_wire_per_step": "Those of them that go to other machines.",
+    "bytes/cross_wire_per_step": "Bytes of wire_per_step that go to other machines.",
     "bytes/dense_wire_per_step": "Bytes per step that one rank would send in a dense fp32 all-reduce.",
     "bytes/wire_over_dense": "wire_per_step / dense_wire_per_step.",
     "bytes/wire": "Bytes that one rank has sent since the run's first start.",
@@ -89,7 +89,7 @@ class ScalarLog:
     Args:
         samples: samples seen at the checkpoint that the run resumes from. Later points of a killed run are purged.
         lag: points by which one rank may be ahead of another. None: ranks have no common steps, and the loss is
-            that of rank 0.
+            the loss of rank 0.
     """
 
     def __init__(self, directory: Path, transport: Transport, samples: int, lag: int | None) -> None:

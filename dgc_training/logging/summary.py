@@ -19,7 +19,7 @@ def summarize(
 ) -> dict[str, Any]:
     """The contents of summary.json. item: what was counted: "sample" or "token". lower_is_better: of the metric.
 
-    Bytes are those of one rank over the whole run, as defined in docs/bytes.md. wire_over_dense is
+    Bytes are counted for one rank over the whole run, as defined in docs/bytes.md. wire_over_dense is
     wire_bytes / dense_wire_bytes, or None if a single process sends nothing.
     """
     dense = progress.dense_wire_bytes

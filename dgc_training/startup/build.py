@@ -95,7 +95,7 @@ def wrap_optimizer(
 
     Args:
         scaler: scales the loss, if any. Averages of models have none.
-        method: that of `build_method`. None: it is built here.
+        method: what `build_method` returns. None: it is built here.
     """
     method = build_method(settings) if method is None else method
     if settings.local or settings.gossip:

@@ -87,7 +87,7 @@ class TokenStreams:
         first = rank * batch_size
         rows = [tokens[row * length : (row + 1) * length + 1] for row in range(first, first + batch_size)]
         self.rows = torch.stack(rows)
-        self.last: int | None = None  # not known: the state is that of the chunk before, if there is one
+        self.last: int | None = None  # not known: the state is from the chunk before, if there is one
 
     def epoch(
         self, epoch: int, start: int = 0, more_steps: Callable[[], bool] | None = None

@@ -3,7 +3,7 @@
 The loss of a batch is the mean over its target tokens of train.criterion, CrossEntropyLoss with label smoothing
 (Szegedy et al., Rethinking the Inception Architecture, https://arxiv.org/abs/1512.00567, section 7). The gradient
 is the mean over ranks and passes of the gradients of these means. Batches have about equally many tokens, so it is
-nearly that of the mean over all tokens. fairseq divides by the tokens of all ranks; the published runs of
+nearly the gradient of the mean over all tokens. fairseq divides by the tokens of all ranks; the published runs of
 stochastic gradient push divide by a rank's own, as here.
 """
 

@@ -39,7 +39,7 @@ def read_file(path: Path) -> tuple[dict[str, int], Rows]:
         if start != "BEGIN-TRAINING" or missing or not 0 < head["World-Size"] < LARGEST > head["Batch-Size"] > 0:
             raise ValueError
     except (ValueError, IndexError, KeyError):
-        raise PlotError(f"{path} is not a CSV log: its first five lines differ from those of one") from None
+        raise PlotError(f"{path} is not a CSV log: its first five lines differ from a log's") from None
     rows: Rows = {}
     for number, line in enumerate(lines[PREAMBLE + 1 :], PREAMBLE + 2):
         cells = line.split(",")

@@ -226,7 +226,7 @@ def test_states_of_other_optimizers_are_refused_and_one_with_a_scheduler_is_load
         own, saved = make(), other()
         saved.step()
         for load, state, words in (
-            (own.optimizer.load_state_dict, saved.optimizer.state_dict(), "that of another optimizer than"),
+            (own.optimizer.load_state_dict, saved.optimizer.state_dict(), "from another optimizer than"),
             (own.optimizer.load_compression_state_dict, saved.optimizer.compression_state_dict(), "state"),
         ):
             with pytest.raises(ValueError, match=words):

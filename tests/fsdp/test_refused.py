@@ -85,7 +85,7 @@ def test_arguments_are_named(transport: Transport, model: Any) -> None:
     refuse(f"{on_which}_shard was called, not None", model=None)
     refuse(connected, transport=None)
     refuse("optimizer must be a torch.optim.Optimizer, not None", optimizer=None)
-    refuse("9 of the optimizer's 9 parameters are not those of", optimizer=sgd(shard(transport)))
+    refuse("9 of the optimizer's 9 parameters do not belong to", optimizer=sgd(shard(transport)))
 
 
 def test_a_forward_pass_before(transport: Transport) -> None:

@@ -184,7 +184,7 @@ def test_a_run_of_adamw_goes_on() -> None:
     loaded, sgd = partial(partial, after.load_state_dict), nets.momentum_sgd(model)
     check_refusals(
         *((loaded(other.state_dict()), "from AdamW without amsgrad and maximize") for other in others),
-        *((loaded(state), "that of another optimizer than OneBitAdam") for state in (saved, sgd.state_dict())),
+        *((loaded(state), "from another optimizer than OneBitAdam") for state in (saved, sgd.state_dict())),
     )
 
 

@@ -80,7 +80,7 @@ def test_the_number_of_passes_changes_between_steps_only() -> None:
 
 
 def test_a_loss_of_another_network_must_not_reach_the_parameters() -> None:
-    """As that of a GAN's generator reaches the discriminator."""
+    """As the loss of a GAN's generator reaches the discriminator."""
 
     def body(model: Any, transport: Any, wraps: Any) -> None:
         generator, discriminator = wraps(model.first, transport), wraps(model.last, transport)

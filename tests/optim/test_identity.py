@@ -119,7 +119,7 @@ def test_only_the_state_of_this_rank_loads(name: str) -> None:
         again.load(state)
         assert_equal(again.state(), state)
         for foreign, whose in ((other, other["identity"]["rank"]), (larger[rank], rank)):
-            words = f"that of rank {whose} of {foreign['identity']['size']}, and rank {rank} of {size} loads it"
+            words = f"from rank {whose} of {foreign['identity']['size']}, and rank {rank} of {size} loads it"
             with pytest.raises(ValueError, match=words) as told:
                 again.load(foreign)
             cures = ("on every rank", "redistribute", "allow_other_rank=True")
@@ -182,7 +182,7 @@ def test_ddp() -> None:
     again.load(state)
     assert again.train(range(3, 4)).state()["identity"]["step"] == 4
     foreign = {**state, "identity": {**state["identity"], "rank": 1, "size": 2}}
-    refuse("that of rank 1 of 2, and rank 0 of 1 loads it", again.load, foreign)
+    refuse("from rank 1 of 2, and rank 0 of 1 loads it", again.load, foreign)
     again.load(foreign, allow_other_rank=True)
     optimizer(alone()).load(state)
     dist.destroy_process_group()
@@ -238,7 +238,7 @@ def test_redistributed_states_load_and_their_mean_is_unchanged(name: str, new: i
 def test_redistribute_needs_the_states_of_all_ranks_at_one_step() -> None:
     first, second, third = states = states_of("optimizer", 3)
     later = {**second, "identity": {**second["identity"], "step": 4}}
-    once, steps = "pass the state of every rank once", "rank 0 of 3 is of step 3, that of rank 1 of 3 of step 4"
+    once, steps = "pass the state of every rank once", "rank 0 of 3 is of step 3, the one of rank 1 of 3 of step 4"
     for wrong in (states[:2], [first, second, second], [*states, first]):
         refuse(once, redistribute, wrong, 2)
     refuse(steps, redistribute, [first, later, third], 1)

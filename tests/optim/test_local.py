@@ -371,7 +371,7 @@ WRONG: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
     ),
     "fewer groups": (
         "diloco",
-        "is damaged, or that of other parameters",
+        "is damaged, or from other parameters",
         lambda s: spoilt(s, "optimizer", "param_groups", by=lambda groups: []),
     ),
     "outer momentum of another shape": (

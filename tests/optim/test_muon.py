@@ -326,7 +326,7 @@ def test_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         own.add_param_group([torch.zeros(2, 2)])
     own.add_param_group({"params": torch.zeros(4, 2, requires_grad=True), "muon": True, "parts": 2})
     own.param_groups[-1]["params"][0].grad = torch.ones(4, 2).to_sparse()
-    with pytest.raises(ValueError, match=r"needs dense gradients, and that of a matrix of \(4, 2\) is sparse"):
+    with pytest.raises(ValueError, match=r"needs dense gradients, and a gradient of shape \(4, 2\) is sparse"):
         own.step()
 
     monkeypatch.delattr(torch.optim, "Muon")

@@ -361,7 +361,7 @@ def test_a_loaded_run_continues_bit_for_bit_with_the_error_state_of_this_shard_a
     number, part = divmod(transport.rank, 2)
     where = f"of 2 on machine {1 - number} of 2, and shard {part} of 2 on machine {number} of 2 loads it"
     assert found[transport.rank] == ""
-    assert f"that of shard {part} {where}. What is not sent" in found[(transport.rank + 2) % 4]
+    assert f"from shard {part} {where}. What is not sent" in found[(transport.rank + 2) % 4]
     assert all("shards are different parts" in found[rank] for rank in range(4) if rank % 2 != part)
     model, optimizer, exchange = build()
     if transport.rank < 2:  # only on the first machine

@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 ANY = "any package below, but not dgc.paper"
-# (class of the box, rows of (packages, what they are, what is said of their imports; None: those of the source))
+# (class of the box, rows of (packages, what they are, what is said of their imports; None: as in the source))
 BOXES: list[tuple[str, list[tuple[str, str, str | None]]]] = [
     (
         "program",
@@ -84,7 +84,7 @@ ROW, GAP = 27, 14
 
 
 def imports_of(package: str) -> set[str]:
-    """The packages of dgc that a package imports, without those of versions and units."""
+    """The packages of dgc that a package imports, without versions and units."""
     place = ROOT / "dgc" / package
     files = sorted(place.rglob("*.py")) if place.is_dir() else [place.with_suffix(".py")]
     found = set()

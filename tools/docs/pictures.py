@@ -471,7 +471,7 @@ def scaling() -> Picture:
     )
     x = Axis("ranks", 1.8, 4600, [(ranks, f"{ranks:g}") for ranks in table], logarithmic=True)
     y = Axis(
-        "speed of a rank, % of that of one rank alone",
+        "speed of a rank, % of the speed of one rank alone",
         0,
         100,
         [(value, f"{value} %") for value in (0, 20, 40, 60, 80, 100)],

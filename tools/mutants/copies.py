@@ -76,7 +76,7 @@ class Copy:
         whole, times = path.read_bytes(), path.stat()
         try:
             path.write_text(fault.code)
-            # Python compares the time of a source with that of its bytecode in whole seconds.
+            # Python compares the time of a source with the time of its bytecode in whole seconds.
             os.utime(path, (times.st_atime, times.st_mtime + 100))
             yield
         finally:

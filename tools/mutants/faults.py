@@ -106,7 +106,7 @@ class Source(cst.CSTVisitor):
         return Fault(self.file, function, line, operator, old, new, self.lines(node), self, (node, changed))
 
     def lines(self, node: cst.CSTNode) -> range:
-        """The lines of the statement, or of the head of the statement; those of the body, for what defines it."""
+        """The lines of the statement, or of its head; the lines of the body, for what defines it."""
         inner: cst.CSTNode = node
         while not isinstance(inner, cst.SimpleStatementLine | cst.BaseCompoundStatement | cst.Module):
             inner, node = self.parent(inner), inner
@@ -135,7 +135,7 @@ class Source(cst.CSTVisitor):
 
 
 def is_skipped_argument(call: cst.Call, changed: cst.CSTNode) -> bool:
-    """Whether the change is that of an argument without an effect, or has no argument where one is needed."""
+    """Whether the change is to an argument without an effect, or has no argument where one is needed."""
     if not isinstance(changed, cst.Call) or len(call.args) == len(changed.args) == 0:
         return False
     kept = {id(argument) for argument in changed.args}

@@ -1,4 +1,4 @@
-"""The build backend: that of setuptools, which also asks for Zig where setup.py compiles with it."""
+"""The build backend: setuptools' own, which also asks for Zig where setup.py compiles with it."""
 
 import os
 import platform

@@ -2,7 +2,7 @@
 
 All-reduce of fp32 and fp16 and all-gather of bytes are timed from 1 kB to 16 MB, on each level: between the ranks
 of a machine, and between machines with all ranks of a machine at once, as they share its network card. A time is
-that of the slowest rank, as the median over repeats.
+the time of the slowest rank, as the median over repeats.
 
 The fit finds latency, bandwidth and the seconds to add a byte with the formulas of model.py: it minimizes the
 squared logarithms of predicted / measured over all sizes. Time that a transport needs for each collective, such

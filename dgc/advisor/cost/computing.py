@@ -50,7 +50,7 @@ Refill = Callable[[Planned, int], None]
 
 
 class AlikeRanks:
-    """A transport without a network. Replies are not copied: one tensor stands for that of all ranks.
+    """A transport without a network. Replies are not copied: one tensor stands for the tensors of all ranks.
 
     Args:
         size: Number of ranks.
@@ -139,9 +139,9 @@ def record_steps(
 ) -> list[Traffic]:
     """Record what the last of `size` ranks sends, and the others of its machine if they differ.
 
-    Several exchanges of the same compressors bring their state to that of training. A conversation on more than 8
-    machines is ended at an all-gather if on 4 machines it made the same requests, of which this was the last, and
-    the replies, which grow with the number of ranks, exceed DECODED_BYTES.
+    Several exchanges of the same compressors bring their state to their state in training. A conversation on more
+    than 8 machines is ended at an all-gather if on 4 machines it made the same requests, of which this was the
+    last, and the replies, which grow with the number of ranks, exceed DECODED_BYTES.
 
     Args:
         plan: Given the number of ranks and the rank, returns the buckets, with gradients, and new compressors for
@@ -278,8 +278,8 @@ def fit_computing(traffics: Sequence[Traffic]) -> Compute:
 def machine_of(ranks: Sequence[Traffic]) -> Traffic:
     """The traffic of a machine, with the computing of the slowest of its `ranks`, which were recorded one by one.
 
-    Messages to all ranks, or to those of the machine, are the same on all of its ranks, in number and order. Those
-    in between go to the rank's own group on other machines, and ranks may differ in their number.
+    Messages to all ranks, or to the ranks of the machine, are the same on all of its ranks, in number and order.
+    Those in between go to the rank's own group on other machines, and ranks may differ in their number.
     """
     decode = [traffic.decode for traffic in ranks]
     buckets = []

@@ -14,11 +14,11 @@ l is log2 N, rounded up, and r the seconds to add one byte. (Thakur, Rabenseifne
 Collective Communication Operations in MPICH, sections 4 and 5.)
 
 Two levels: a group that spans machines has log2 of its ranks per machine, rounded up, of its l steps inside them.
-The bytes of one rank are those of the meter: `cross_wire_bytes` leave the machine, the rest stay inside it. The
-slowest of three resources counts: the network card of the machine (bytes of all its ranks; they may differ), the
-link of one rank inside the machine, and the memory of the machine (bytes of all its ranks).
+The bytes of one rank are counted as by the meter: `cross_wire_bytes` leave the machine, the rest stay inside it.
+The slowest of three resources counts: the network card of the machine (bytes of all its ranks; they may differ),
+the link of one rank inside the machine, and the memory of the machine (bytes of all its ranks).
 
-Differences from the paper: The number of steps of all-gather and reduce-scatter is that of powers of two.
+Differences from the paper: The number of steps of all-gather and reduce-scatter is the number for powers of two.
 Requests of a round, and the rounds of all buckets, follow each other on one network.
 """
 
@@ -91,10 +91,10 @@ class Message:
     Attributes:
         kind: Class name of the request.
         size: Ranks of its group.
-        inner: Those of them on one machine.
+        inner: The ranks of the group on one machine.
         payload: Bytes that the rank contributes.
         wire: Bytes that it sends.
-        cross: Those of them that leave the machine.
+        cross: The part of `wire` bytes that leave the machine.
         half: Whether 16-bit floating-point numbers are added.
         peers: Other ranks that it sends a message of its own.
         awaited: Bytes that it waits for in a broadcast, an all-to-all or an exchange.

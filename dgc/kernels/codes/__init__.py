@@ -5,9 +5,9 @@ v is finite, and bounds divide it into segments, which may be empty. Encoding do
 unless `keep`. `into`, another tensor like v, takes the residual in place of new memory. The `add_` operations add
 decoded values to `total`, one fp32 addition per element. Codes are little-endian.
 
-The `mean_` operations overwrite `mean` with that of all ranks, in one call: the sum of what `add_` adds to zeros,
-in the order of ranks, times the factor of the segment, if there are factors, divided by `size`. All of these
-operations are rounded. Codes, and the values per segment that belong to them, are sequences, by rank.
+The `mean_` operations overwrite `mean` with the mean of all ranks, in one call: the sum of what `add_` adds to
+zeros, in the order of ranks, times the factor of the segment, if there are factors, divided by `size`. All of
+these operations are rounded. Codes, and the values per segment that belong to them, are sequences, by rank.
 
 Random numbers are a function of (seed, index of the element), with 0 <= seed < 2**32. Every backend gives the same
 with any number of threads, and torch's generators are not used. Without a seed, values are rounded to nearest.
@@ -59,8 +59,8 @@ class Quantizers:
     ) -> tuple[Codes, Residual]:
         """Encode 1 bit per element: v > cut of its segment. A 1 decodes to high, a 0 to low.
 
-        The layout is that of MXNet's 1-bit compression: element i of a segment is in its byte i / 8, the first in
-        the highest bit. A segment takes whole words of 4 bytes, padded with zeros.
+        The layout is the same as in MXNet's 1-bit compression: element i of a segment is in its byte i / 8, the
+        first in the highest bit. A segment takes whole words of 4 bytes, padded with zeros.
         """
         each = range_of_each(bounds, v.numel())
         fields = v > cuts[each]
@@ -92,9 +92,9 @@ class Quantizers:
     ) -> tuple[Codes, Residual]:
         """Encode 2 bits per element: 11 for v >= t decodes to t, 10 for v <= -t decodes to -t, else 00, zero.
 
-        The layout is that of MXNet's 2-bit compression: element i of a segment is in its byte i / 4, the first in
-        the highest bits, with words as for signs. A segment with a threshold of zero or inf is all zeros. 01
-        decodes to zero.
+        The layout is the same as in MXNet's 2-bit compression: element i of a segment is in its byte i / 4, the
+        first in the highest bits, with words as for signs. A segment with a threshold of zero or inf is all zeros.
+        01 decodes to zero.
         """
         t = thresholds_or(torch.inf, thresholds)[range_of_each(bounds, v.numel())]
         up, down = v >= t, v <= -t
@@ -169,7 +169,7 @@ class Quantizers:
         return whole.sum(dtype=torch.promote_types(whole.dtype, torch.float32))
 
     def halves_mean_(self, codes: AllCodes, dtype: torch.dtype, size: int, mean: Dense) -> None:
-        """Overwrite `mean` with that of numbers of this 16-bit type."""
+        """Overwrite `mean` with the mean of numbers of this 16-bit type."""
         mean.zero_()
         for code in codes:
             mean += code.view(dtype)
@@ -189,7 +189,7 @@ class Quantizers:
     def units_mean_(
         self, codes: AllCodes, bounds: Bounds, width: int, factors: Each | None, size: int, mean: Dense
     ) -> None:
-        """Overwrite `mean` with that of ternary codes with thresholds of 1, or with `width` 1 of signs."""
+        """Overwrite `mean` with the mean of ternary codes with thresholds of 1, or with `width` 1 of signs."""
         ones = torch.ones(bounds.numel() - 1, dtype=torch.float32, device=mean.device)
         each = [ones] * len(codes)
         if width == 2:
@@ -200,7 +200,7 @@ class Quantizers:
     def pack_sums(self, codes: AllCodes, whole: Bounds, width: int, bits: int) -> UInt8[Tensor, "packed"]:
         """Sum the fields of all ranks' codes as integers, and pack the sums into `bits` bits, at most 8.
 
-        With `width` 2 the fields are those of ternary codes with thresholds of 1, and a sum S over N ranks is sent
+        With `width` 2 the fields are ternary codes with thresholds of 1, and a sum S over N ranks is sent
         as N + S. With `width` 1 they are signs, 1 and -1, and it is sent as (N + S) / 2. whole: One segment of all
         fields, whole words of them.
         """

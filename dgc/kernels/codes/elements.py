@@ -34,7 +34,7 @@ class Form(IntEnum):
     """What the codes stand for.
 
     SIGNS: the scale with a sign. CUTS: 1 above the given cut, else -1. TERNARY: the
-    given threshold with a sign, or zero. LEVELS: that of `uniform_encode`.
+    given threshold with a sign, or zero. LEVELS: the code of `uniform_encode`.
     """
 
     SIGNS, CUTS, TERNARY, LEVELS = range(4)

@@ -1,7 +1,7 @@
 """The GPU backend of methods with a code for every element: `measure` and `encode`, and `mean_of_payloads`.
 
-Sums of a segment are added from those of its tiles, in a fixed order, by the program that arrives last. Checksums
-are sums of integers, so their order does not matter. Counters are zero again after each launch, as in
+Sums of a segment are added from the sums of its tiles, in a fixed order, by the program that arrives last.
+Checksums are sums of integers, so their order does not matter. Counters are zero again after each launch, as in
 `triton_codec`. Nothing waits for the device.
 """
 
@@ -296,7 +296,7 @@ def mean_of_payloads(
             added = tl.atomic_xchg(counters + (rank + 1) * LINE, tl.zeros([BLOCK], dtype=tl.int64), mask=some)
             report = numbers + rank * NUMBERS
             tl.store(report, tl.load(header + 1, mask=some), mask=some)
-            # the checksum is that of a payload with zero in its report
+            # the checksum belongs to a payload with zero in its report
             tl.store(report + 1, (checksum_of(added - 3 * stored) == stored).to(tl.int32), mask=some)
             tl.store(report + 2, tl.load(header, mask=some), mask=some)
             tl.store(report + 3, tl.load(header + 4, mask=some), mask=some)

@@ -114,7 +114,8 @@ class LowRank:
 
     Attributes:
         fused: Whether `outer` writes to tensors of any one dtype and finds the largest magnitude, and
-            `orthonormal` finds bases. Otherwise only those of `rest` may not be fp32, and the caller does both.
+            `orthonormal` finds bases. Otherwise only the tensors of `rest` may not be fp32, and the caller does
+            both.
     """
 
     fused = False
@@ -153,7 +154,7 @@ class LowRank:
         Args:
             v: The matrices and the rest.
             batches: Where the matrices lie.
-            sent: The bits are those of `remove_`. None: nothing was sent.
+            sent: The bits are the same as after `remove_`. None: nothing was sent.
             g: Contiguous pieces of one dtype, in v's order, one for each member of a batch. NaN and TOO_LARGE (see
                 `dgc.kernels.selection`) count as zero. The padding of a matrix is zero afterwards.
             X: Factors to multiply by.
@@ -186,7 +187,7 @@ class LowRank:
         """Do `refresh_`, and return the products and the rest of v as they are sent.
 
         Args:
-            cast: How they are sent. The others are those of `refresh_`.
+            cast: How they are sent. The other arguments are as in `refresh_`.
         """
         flat, Y = consecutive([batch.factor_shape("Q" if even else "P") for batch in batches], v.device)
         first = self.refresh_(v, batches, sent, g, X, even, Y)
@@ -234,7 +235,7 @@ class LowRank:
         return Message(Y, torch.cat([as_sent, *rest]), errors, first)
 
     def orthonormal(self, xs: Factors, whole: bool, epsilon: float, key: int) -> Factors:
-        """Orthonormal rows with the span of those of each x, found without a choice by the host, if `fused`.
+        """Orthonormal rows with the span of the rows of each x, found without a choice by the host, if `fused`.
 
         Args:
             xs: Factors. What is not finite counts as zero.
@@ -245,7 +246,7 @@ class LowRank:
         raise NotImplementedError
 
     def unit_rows(self, xs: Factors) -> tuple[list[Tensor], list[bool]]:
-        """Divide the rows of each x by their lengths. Return whether those of an x are all positive and finite."""
+        """Divide the rows of each x by their lengths. Return whether each x has only positive finite lengths."""
         norms = [torch.linalg.vector_norm(x, dim=2, keepdim=True) for x in xs]
         ranges = [norm.aminmax() for norm in norms]
         usable = torch.stack([(least > 0) & (largest < torch.inf) for least, largest in ranges])

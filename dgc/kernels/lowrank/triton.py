@@ -6,7 +6,7 @@ torch's copies factors that do not lie in one tensor. Nothing waits for the devi
 A program handles a tile of one matrix, or of one uncompressed tensor, and takes 12 bytes of traffic per element in
 the pass that begins a step. Sums over the rows or columns of a matrix are partial sums per tile, which `gather`
 adds in the order of the tiles. No floats are added atomically, so results repeat bit for bit. They differ from
-those of plain torch by rounding, as with any order of a matrix product.
+the results of plain torch by rounding, as with any order of a matrix product.
 """
 
 from collections.abc import Sequence
@@ -279,8 +279,8 @@ def orthonormalize(
     """One program per matrix: Gram-Schmidt, repeated for each row. Sums and products are fp64.
 
     sizes: first element in x, distances between matrices and rows there, r, d, whole, first element in out. The
-    rows 0 to r - 1 are those of x, and the next r are random. The first r of these that have a share above epsilon
-    are kept. whole: the only row is divided by its length, at least 1e-16.
+    rows 0 to r - 1 are the rows of x, and the next r are random. The first r of these that have a share above
+    epsilon are kept. whole: the only row is divided by its length, at least 1e-16.
     """
     p = tl.program_id(0)
     group = find(first_programs, n_groups, steps, p)

@@ -169,7 +169,7 @@ class Codec:
         """Encode a whole payload, as the methods below do one after the other.
 
         Args:
-            limit: That of `cast_encode_`, or of the magnitudes that `table_encode_` is given.
+            limit: The limit of `cast_encode_`, or of the magnitudes that `table_encode_` is given.
             r: Parameter of `table_encode_`.
             first_nonfinite: Of `seal_`, with `tensors` as its bounds.
             bounds: Bounds of the segments of `table_encode_`.

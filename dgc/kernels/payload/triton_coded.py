@@ -107,7 +107,7 @@ def measure_packed(
 ):  # fmt: skip
     """Each program measures LANES elements of one share of the selection. room: bits for the gaps.
 
-    widths: those of the blocks of each share. sure: number of elements that fit for any indices.
+    widths: of the blocks of each share. sure: number of elements that fit for any indices.
     """
     clear(payload, n_words, n_programs, LANES)
     share = tl.program_id(0) % SHARES
@@ -373,7 +373,7 @@ def bin_of(above, width):
 def two_bit_segment(
     values, first, last, count, kept, limit, widths, payload, place, codes, decoded, LANES: tl.constexpr
 ):
-    """As `int8_segment`: the means of 4 bins, and the numbers of bins. widths: that of a bin, in deviations."""
+    """As `int8_segment`: the means of 4 bins, and the numbers of bins. widths: width of a bin, in deviations."""
     lane = tl.arange(0, LANES)
     total, exact = sums_of(values, first, last, count, kept, limit, True, LANES)
     n = tl.maximum(last - first, 1).to(tl.float64)

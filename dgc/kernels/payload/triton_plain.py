@@ -29,7 +29,7 @@ SUM, FINISHED, BITS, LARGEST = (tl.constexpr(i) for i in (0, 1, 2, 2 + SHARES.va
 @triton.jit
 @no_type_check
 def contribution(bits, byte):
-    """Return what elements add to the sum of the checksum. bits: those of an element that begins at `byte`."""
+    """Return what elements add to the sum of the checksum. bits: the bits of an element that begins at `byte`."""
     return (bits << (byte % 8 * 8)) * (2 * (byte // 8) + 1)
 
 

@@ -186,7 +186,7 @@ def pieces_of(g: Sequence[Tensor], v: Tensor) -> tuple[list[Tensor], bytes, int]
 
 
 def _pass_arguments(form: int | None, inputs: PassInputs) -> tuple[object, ...]:
-    """Return the first arguments of the functions for the pass. form: that of the update, or that of `inputs`."""
+    """Return the first arguments of the functions for the pass. form: of the update. None: as in `inputs`."""
     if form is None:
         form = RESIDUAL if inputs.u is None else NESTEROV if inputs.nesterov else PLAIN_MOMENTUM
     n, sent = inputs.v.numel(), inputs.sent

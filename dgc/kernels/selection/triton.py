@@ -111,7 +111,7 @@ ASSIGN = tl.constexpr(3)
 
 
 def bytes_of_gradients(a: Any) -> int:
-    """Return the bytes of g that `accumulate` reads, less those of v where it does not."""
+    """Return the bytes of g that `accumulate` reads, less the bytes of v where it does not read v."""
     width: int = a.G.primitive_bitwidth // 8
     return a.n * (width - (4 if a.FORM == ASSIGN.value else 0))
 
@@ -483,7 +483,7 @@ def write(
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def moments_of_tiles(tiles, n_tiles, v, sums, largest, TILE: tl.constexpr):
-    """Sum each tile. The rows of sums are those of v, |v| and v**2."""
+    """Sum each tile. The rows of sums are sums of v, |v| and v**2."""
     t, start, length, _ = tile_at(tiles, n_tiles)
     _, x, bits = read(v + start, length, TILE)
     wide = x.to(tl.float64)
@@ -891,7 +891,7 @@ class TritonSelection(SelectionKernels):
         first: Int64[Tensor, ""],
         form: int | None = None,
     ) -> None:
-        """form: that of the kernel, or that of `inputs`."""
+        """form: of the kernel. None: as in `inputs`."""
         if inputs.sent is not None:
             words = None if results is None else results.words
             self._take(inputs.sent, inputs.u if inputs.masking else None, inputs.v, words)

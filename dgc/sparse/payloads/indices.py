@@ -111,7 +111,7 @@ class ChunkIndices(IndexFormat):
     A Rice code of the same indices needs 7.5 bits (`RiceIndices`). This one has a fixed length for any selection,
     and every element is found without the ones before it.
 
-    Differences from the paper: Chunks are those of the bucket and not of a tensor, and their numbers of elements
+    Differences from the paper: Chunks divide the bucket and not a tensor, and their numbers of elements
     are sent, 0.25 bits per element. So any selection has a code, also one of chunks that cross bounds of tensors.
 
     Example:

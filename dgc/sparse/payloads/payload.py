@@ -114,7 +114,7 @@ class PayloadPlan:
         ratio: Ratio of the elements sent. All ranks must have the same.
         what: Name of the payloads in errors.
         result: Type of the gradients. Decoded values stay within its range.
-        tensors: Bounds of the tensors that `first_nonfinite` counts, if not those of `budget`.
+        tensors: Bounds of the tensors that `first_nonfinite` counts, if not the bounds of `budget`.
     """
 
     form: SparseFormat
@@ -165,7 +165,7 @@ class PayloadPlan:
     ) -> Unchecked[SparseVector]:
         """Decode the payloads of several ranks, without waiting for the device.
 
-        bounds: Those of the tensors in each payload, if not those of the budget.
+        bounds: Bounds of the tensors in each payload, if not the bounds of the budget.
 
         Raises:
             PayloadError: A payload has another size. By `check`: a rank encoded with another ratio or format, or a
@@ -189,8 +189,8 @@ class PayloadPlan:
     def mean(self, decoder: NativeMeanDecoder, payloads: Payloads, size: int) -> tuple[Merged, list[int]]:
         """Decode the payloads of all ranks and add them in rank order, in one call of the kernels.
 
-        The decoder must take such payloads. The bits and the errors are those of `decode`. Returns (the mean over
-        `size` ranks, the numbers of `decode`).
+        The decoder must take such payloads. The bits and the errors are the same as for `decode`. Returns (the
+        mean over `size` ranks, the numbers of `decode`).
         """
         words, mean = decoder.mean(self._whole(payloads), self.layout, self.budget.bounds, size)
         nonfinite = self._check(words.tolist(), range(len(payloads)))

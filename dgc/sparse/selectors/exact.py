@@ -61,7 +61,7 @@ class Predicted(Exact):
     DGCCompressor.
 
     The lower bound is known before the pass that updates u and v, and the pass collects the elements above it. The
-    memory traffic is that of updating u and v alone: 20 bytes per element. With t1, t2 the last two exact
+    memory traffic is the same as for updating u and v alone: 20 bytes per element. With t1, t2 the last two exact
     thresholds:
 
         lower bound = margin * t1 * min(max(t1 / t2, 0.97), 1.2)

@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 class Plan:
     """Tuples with one entry per tensor of the bucket. The payload holds `capacity` elements.
 
-    ratio: that of tensors of two or more dimensions. ratios: those of all tensors.
+    ratio: of tensors of two or more dimensions. ratios: of all tensors.
     history: tensors that a selector keeps for its next step. Those in the selector's `rows` have one row
     per tensor of the bucket.
     """
