@@ -6,9 +6,9 @@
 
     model = DistributedDataParallel(net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)  # or any other
-    exchange = compress(model, TwoPhaseCompressor(bits=4), optimizer)
+    exchange = compress(model, TwoPhaseCompressor(bits=8), optimizer)
 
-4 bits send 7.8 times fewer bytes than fp32. For SGD with momentum, `DGCCompressor` and the optimizer `DGCSGD` send
+8 bits send 4 times fewer bytes than fp32. For SGD with momentum, `DGCCompressor` and the optimizer `DGCSGD` send
 fewer.
 
 The names of the list below are loaded when they are first used. All others are imported from the packages, which

@@ -1,4 +1,4 @@
-"""Trains on handwritten digits with Accelerate and 4 bits. Saves every epoch, and resumes from there.
+"""Trains on handwritten digits with Accelerate and 8 bits. Saves every epoch, and resumes from there.
 
 torchrun --nproc-per-node 2 examples/train_accelerate.py FOLDER [EPOCHS]
 """
@@ -19,7 +19,7 @@ accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
 net, data = network(), Digits(rank=0, size=1)  # prepare() divides the batches among the ranks
 adamw = torch.optim.AdamW(net.parameters(), lr=0.003)
 model, optimizer, loader = accelerator.prepare(net, adamw, data.loader)
-exchange = compress(accelerator, model, TwoPhaseCompressor(bits=4), optimizer)
+exchange = compress(accelerator, model, TwoPhaseCompressor(bits=8), optimizer)
 
 newest = folder / "newest"
 start = int(newest.read_text()) if newest.exists() else 0

@@ -1,4 +1,4 @@
-"""Trains on handwritten digits with Lightning and 4 bits. Saves every epoch, and resumes from there.
+"""Trains on handwritten digits with Lightning and 8 bits. Saves every epoch, and resumes from there.
 
 torchrun --nproc-per-node 2 examples/train_lightning.py FOLDER [EPOCHS]
 """
@@ -37,7 +37,7 @@ folder, epochs = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 1
 folder.mkdir(parents=True, exist_ok=True)
 ranks = {"num_nodes": int(os.environ["GROUP_WORLD_SIZE"]), "devices": int(os.environ["LOCAL_WORLD_SIZE"])}
 options = {"default_root_dir": folder, "logger": False, "enable_progress_bar": False}
-compression = CompressionCallback(TwoPhaseCompressor(bits=4))  # saves beside last.ckpt too
+compression = CompressionCallback(TwoPhaseCompressor(bits=8))  # saves beside last.ckpt too
 callbacks = [compression, ModelCheckpoint(folder, save_last=True)]
 trainer = Trainer(accelerator="cpu", strategy="ddp", max_epochs=epochs, callbacks=callbacks, **ranks, **options)
 data, model, losses = Digits(trainer.global_rank, trainer.world_size), Classifier(), list[float]()

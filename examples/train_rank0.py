@@ -1,4 +1,4 @@
-"""Trains on handwritten digits with DDP and 4 bits. Rank 0 alone saves, as in nanoGPT: every epoch. Resumes.
+"""Trains on handwritten digits with DDP and 8 bits. Rank 0 alone saves, as in nanoGPT: every epoch. Resumes.
 
 torchrun --nproc-per-node 2 examples/train_rank0.py FOLDER [EPOCHS]
 """
@@ -24,7 +24,7 @@ if saved:
     net.load_state_dict(saved["model"])
 model = DistributedDataParallel(net)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
-exchange = compress(model, TwoPhaseCompressor(bits=4), optimizer)
+exchange = compress(model, TwoPhaseCompressor(bits=8), optimizer)
 if saved:
     optimizer.load_state_dict(saved["optimizer"])
     exchange.load_gathered(saved["exchange"])  # rank 0 sends each rank its part

@@ -1,4 +1,4 @@
-"""Trains a small GPT-2 with the Trainer of transformers and 4 bits. Saves every epoch, and resumes from there.
+"""Trains a small GPT-2 with the Trainer of transformers and 8 bits. Saves every epoch, and resumes from there.
 
 torchrun --nproc-per-node 2 examples/train_transformers.py FOLDER [EPOCHS]
 """
@@ -39,7 +39,7 @@ arguments = TrainingArguments(
     use_cpu=True,
 )
 trainer = Trainer(model, arguments, train_dataset=sequences(512, seed=1))
-compression = CompressionCallback(TwoPhaseCompressor(bits=4))
+compression = CompressionCallback(TwoPhaseCompressor(bits=8))
 compression.attach(trainer)
 start = get_last_checkpoint(folder) if folder.exists() else None
 trainer.train(resume_from_checkpoint=start)

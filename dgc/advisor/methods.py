@@ -98,7 +98,7 @@ METHODS = (
         for rank in (1, 2, 4)
     ),
     Method("int8", ("TwoPhaseCompressor(bits=8)",)),
-    Method("int4", ("TwoPhaseCompressor(bits=4)",)),
+    Method("int4", ("TwoPhaseCompressor(bits=4)",), note="with Adam loses more than int8, most in short runs"),
     Method("2bit-adaptive", ("ThresholdCompressor(bits=2, threshold=None)",), not_with=with_adam(SIZES)),
     Method("scaled-sign", ("ScaledSignCompressor(error_feedback=True)",), not_with=with_adam(ONE_SCALE)),
     Method("onebit-adam", ("OneBitAdamCompressor(FP16Compressor())",), for_adam=True, dense_share=0.2),

@@ -85,7 +85,7 @@ class TwoPhaseCompressor(Compressor):
         ValueError: if bits, block or answer_bits is none of these.
 
     Example:
-        >>> compression = TwoPhaseCompressor(bits=4)
+        >>> compression = TwoPhaseCompressor(bits=8)
         >>> optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
         >>> optimizer = DistributedOptimizer(optimizer, model.named_parameters(), compression)
     """

@@ -33,7 +33,7 @@ class HasGatheredState(HasCompression):
 
         Example:
             >>> model = DistributedDataParallel(model)
-            >>> exchange = compress(model, TwoPhaseCompressor(bits=4))
+            >>> exchange = compress(model, TwoPhaseCompressor(bits=8))
             >>> sorted(exchange.gather_state())  # on every rank; rank 0 saves it
             ['ranks']
         """

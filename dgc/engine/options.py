@@ -467,7 +467,7 @@ def warn_of_unsuited(
         if p.dim() > 1 and (compressor := compressors.get(p)) is not None and use in compressor.unsuited
     }
     for kind, reason in sorted(found):
-        warnings.warn(f"{kind} {reason}: use TwoPhaseCompressor(bits=4)", stacklevel=5)
+        warnings.warn(f"{kind} {reason}: use TwoPhaseCompressor(bits=8)", stacklevel=5)
 
 
 class MomentumCheck:

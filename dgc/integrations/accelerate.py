@@ -93,7 +93,7 @@ def compress(
 
     Example:
         >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-        >>> exchange = compress(accelerator, model, TwoPhaseCompressor(bits=4))
+        >>> exchange = compress(accelerator, model, TwoPhaseCompressor(bits=8))
     """
     files = {rank_files.file_name(name, rank) for rank in range(accelerator.num_processes)}
     others = check_files(accelerator, files)

@@ -51,7 +51,7 @@ class CompressionCallback(Callback):
         exchange: The exchange, from the beginning of training on. None before, and in a single process.
 
     Example:
-        >>> compression = CompressionCallback(TwoPhaseCompressor(bits=4))
+        >>> compression = CompressionCallback(TwoPhaseCompressor(bits=8))
         >>> trainer = Trainer(strategy="ddp", devices=2, callbacks=[compression])
     """
 

@@ -59,7 +59,7 @@ def compressed(
 
     Example:
         >>> def llama3_8b_powersgd():
-        ...     return compressed(llama3_8b(), TwoPhaseCompressor(bits=4))
+        ...     return compressed(llama3_8b(), TwoPhaseCompressor(bits=8))
     """
     spec = config.model_spec
     parallelize: Callable[..., Any] = spec.parallelize_fn

@@ -48,7 +48,7 @@ class CompressionCallback(TrainerCallback):
         exchange: The exchange, from the beginning of training on. None before, and in a single process.
 
     Example:
-        >>> compression = CompressionCallback(TwoPhaseCompressor(bits=4))
+        >>> compression = CompressionCallback(TwoPhaseCompressor(bits=8))
         >>> trainer = Trainer(model, args, train_dataset=data)
         >>> compression.attach(trainer)
         >>> trainer.train()

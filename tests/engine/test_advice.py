@@ -102,7 +102,7 @@ POOR: list[tuple[Any, str]] = [
 @pytest.mark.parametrize(("make", "words"), POOR)
 def test_a_method_that_was_measured_poor_with_adam_warns_once(optimizer: Any, make: Any, words: str) -> None:
     (message,) = warned(lambda: Trained("DistributedOptimizer", optimizer, make(), nets.alone()))
-    assert message.startswith(words) and message.endswith(": use TwoPhaseCompressor(bits=4)")
+    assert message.startswith(words) and message.endswith(": use TwoPhaseCompressor(bits=8)")
     assert "see docs/" in message
 
 

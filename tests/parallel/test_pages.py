@@ -77,7 +77,7 @@ def test_the_readmes_change_to_a_horovod_script(tmp_path: Path) -> None:
 
 def test_the_readmes_changes_to_a_script_with_ddp_are_of_two_and_three_lines(tmp_path: Path) -> None:
     (first, two), (second, three) = changed("DistributedDataParallel")
-    assert "AdamW" in first and "bits=4" in first and "DGCSGD" in second
+    assert "AdamW" in first and "bits=8" in first and "DGCSGD" in second
     script = tmp_path / "script.py"
     script.write_text(BEFORE_DDP + first + AFTER_DDP + second + AFTER_DDP)
     done = torchrun(2, [str(script)])
