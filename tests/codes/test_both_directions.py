@@ -21,26 +21,32 @@ SHAPES = ((70, 20), (33,), (0, 4), (5,), (2, 30, 8))
 TWO_PHASES = [partial(TwoPhaseCompressor, 8, 64), partial(TwoPhaseCompressor, 4, 64, hadamard=True)]
 
 
-def test_double_squeeze_by_hand_and_its_chunks_which_are_whole_words_and_may_be_empty() -> None:
-    """In plain torch, with one server error of all chunks."""
-    for size in (1, 2, 3, 5, 9):
-        ranks = Ranks(size, DoubleSqueezeCompressor, SMALL)
-        pieces = divide_into_chunks(ranks.buckets[0], size, 0).bounds.diff().tolist()
-        errors, served = [torch.zeros(N)] * size, torch.zeros(N)
-        for step in range(6):
-            own = [normal(N, seed=100 * step + rank) * (rank + 1) for rank in range(size)]
-            v = [g + e for g, e in zip(own, errors, strict=True)]
-            errors = [x - compress(x, pieces) for x in v]
-            s = sum((compress(x, pieces) for x in v), served)
-            served = s - compress(s, pieces)
-            with case(size, step):
-                torch.testing.assert_close(ranks.step(own), compress(s, pieces) / size, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(sum(ranks.errors()), sum(errors) + served, rtol=1e-4, atol=1e-4 * size)
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 9])
+def test_double_squeeze_is_what_plain_torch_computes_with_one_server_error(size: int) -> None:
+    ranks = Ranks(size, DoubleSqueezeCompressor, SMALL)
+    pieces = divide_into_chunks(ranks.buckets[0], size, 0).bounds.diff().tolist()
+    errors, served = [torch.zeros(N)] * size, torch.zeros(N)
+    for step in range(6):
+        own = [normal(N, seed=100 * step + rank) * (rank + 1) for rank in range(size)]
+        v = [g + e for g, e in zip(own, errors, strict=True)]
+        errors = [x - compress(x, pieces) for x in v]
+        s = sum((compress(x, pieces) for x in v), served)
+        served = s - compress(s, pieces)
+        with case("step", step):
+            torch.testing.assert_close(ranks.step(own), compress(s, pieces) / size, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(sum(ranks.errors()), sum(errors) + served, rtol=1e-4, atol=1e-4 * size)
+
+
+@pytest.mark.parametrize(
+    ("size", "edges"),
+    [(2, [0, 128, 226]), (3, [0, 96, 192, 226]), (9, [*range(0, 225, 32), 226, 226])],
+    ids=["2", "3", "9, of which the last is empty"],
+)
+def test_chunks_of_double_squeeze_are_whole_words(size: int, edges: list[int]) -> None:
     bucket = Ranks(1, DoubleSqueezeCompressor, SMALL).buckets[0]
-    for size, edges in ((2, [0, 128, 226]), (3, [0, 96, 192, 226]), (9, [*range(0, 225, 32), 226, 226])):
-        chunks = divide_into_chunks(bucket, size, size - 1)
-        assert chunks.edges == edges and chunks.own[-1] == edges[-1] - edges[-2]
-        assert set(edges) | {0, 140, 173, 178} == set(chunks.bounds.tolist())
+    chunks = divide_into_chunks(bucket, size, size - 1)
+    assert chunks.edges == edges and chunks.own[-1] == edges[-1] - edges[-2]
+    assert set(edges) | {0, 140, 173, 178} == set(chunks.bounds.tolist())
 
 
 def trained(make: Any, size: int) -> Any:
@@ -57,20 +63,39 @@ def loaded(make: Any, shapes: Any, states: Any) -> Any:
     return ranks
 
 
-@pytest.mark.parametrize("make", [DoubleSqueezeCompressor, *TWO_PHASES])
-def test_another_number_of_ranks_or_other_buckets_keep_the_mean_of_the_errors(make: Any) -> None:
-    """What a rank keeps of a chunk that is no longer its own, it sends with its gradient."""
+TWO_DIRECTIONS = {
+    "double squeeze": DoubleSqueezeCompressor,
+    "8 bits": TWO_PHASES[0],
+    "4 bits, turned": TWO_PHASES[1],
+}
+with_two_directions = pytest.mark.parametrize("make", TWO_DIRECTIONS.values(), ids=TWO_DIRECTIONS)
+SIZES = (1, 2, 3, 4, 6)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@with_two_directions
+def test_another_number_of_ranks_keeps_the_mean_of_the_errors(make: Any, size: int) -> None:
+    ranks = trained(make, 3)
+    others = loaded(make, SHAPES, redistributed([own.state_dict() for own in ranks.states], size))
+    now, before = (torch.stack(own.errors()).double().mean(0) for own in (others, ranks))
+    torch.testing.assert_close(now, before, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_rank_keeps_server_errors_of_its_own_chunk_alone(size: int) -> None:
+    """What a rank keeps of a chunk that is another rank's, it sends with its gradient."""
+    states = [own.state_dict() for own in trained(DoubleSqueezeCompressor, 3).states]
+    others = loaded(DoubleSqueezeCompressor, SHAPES, redistributed(states, size))
+    for rank, own in enumerate(others.states):
+        served = flat(list(own.state_dict()["server_errors"].values()))
+        served[slice(*divide_into_chunks(others.buckets[0], size, rank).edges[rank : rank + 2])] = 0.0
+        assert not served.any()
+
+
+@with_two_directions
+def test_other_buckets_keep_the_errors(make: Any) -> None:
     ranks = trained(make, 3)
     states = [own.state_dict() for own in ranks.states]
-    for size in (1, 2, 3, 4, 6):
-        others = loaded(make, SHAPES, redistributed(states, size))
-        with case(size):
-            now, before = (torch.stack(own.errors()).double().mean(0) for own in (others, ranks))
-            torch.testing.assert_close(now, before, rtol=0, atol=1e-6)
-        for rank, own in enumerate(others.states if make is DoubleSqueezeCompressor else ()):
-            served = flat(list(own.state_dict()["server_errors"].values()))
-            served[slice(*divide_into_chunks(others.buckets[0], size, rank).edges[rank : rank + 2])] = 0.0
-            assert not served.any()
     names = [f"p{i}" for i in range(len(SHAPES))]
     other = loaded(make, dict(reversed(list(zip(names, SHAPES, strict=True)))), states)
     for before, after, bucket in zip(ranks.errors(), other.errors(), other.buckets, strict=True):
@@ -78,12 +103,15 @@ def test_another_number_of_ranks_or_other_buckets_keep_the_mean_of_the_errors(ma
         torch.testing.assert_close(flat([parts[name] for name in names]), before, rtol=0, atol=1e-6)
 
 
-def test_errors_stay_away_without_feedback_and_hadamard_spreads_a_large_element() -> None:
+def test_without_feedback_there_are_no_errors() -> None:
     ranks = Ranks(2, partial(TwoPhaseCompressor, error_feedback=False), SHAPES)
     own = [flat(gradients(rank, 0, SHAPES)) for rank in range(2)]
     first = ranks.step(own)
     assert torch.equal(ranks.step(own), first) and list(ranks.states[0].errors()) == []
     torch.testing.assert_close(first, sum(own) / 2, rtol=0, atol=0.05)
+
+
+def test_hadamard_spreads_a_large_element() -> None:
     v, others = normal(64, seed=1), torch.arange(64) != 7
     v[7] = 40.0  # a level of 4 bits is then 40 / 7 without the transform
     makes = (partial(TwoPhaseCompressor, 4, 64, 8, hadamard=hadamard) for hadamard in (False, True))
@@ -91,19 +119,23 @@ def test_errors_stay_away_without_feedback_and_hadamard_spreads_a_large_element(
     assert turned < 0.7 * plain
 
 
-def test_steps_use_the_same_memory_whether_they_count_or_are_dropped() -> None:
+@pytest.mark.parametrize(
+    "make",
+    [*TWO_PHASES, partial(TwoPhaseCompressor, error_feedback=False)],
+    ids=["8 bits", "4 bits, turned", "without feedback"],
+)
+def test_steps_use_the_same_memory_whether_they_count_or_are_dropped(make: Any) -> None:
     """Two residuals take turns. The one that a dropped step keeps is not overwritten before the next step ends."""
-    for make in (*TWO_PHASES, partial(TwoPhaseCompressor, error_feedback=False)):
-        ranks, before, seen = trained(make, 2), [set[int]()] * 2, list[int]()
-        for step in range(4, 9):
-            ranks.step([flat(gradients(rank, step, SHAPES)) for rank in range(2)])
-            for rank, (states, bucket) in enumerate(zip(ranks.states, ranks.buckets, strict=True)):
-                if step == 6:
-                    states.rollback(bucket)
-                state = states[bucket]
-                own = [state.errors.get("errors"), getattr(state, "served", None), *state.scratch.values()]
-                places = [tensor.data_ptr() for tensor in own if tensor is not None]
-                assert len(set(places)) == len(places) and (step == 4 or set(places) == before[rank]), step
-                before[rank] = set(places)
-                seen.append(len(places))
-        assert set(seen) == {6 if ranks.compressors[0].error_feedback else 2}
+    ranks, before, seen = trained(make, 2), [set[int]()] * 2, list[int]()
+    for step in range(4, 9):
+        ranks.step([flat(gradients(rank, step, SHAPES)) for rank in range(2)])
+        for rank, (states, bucket) in enumerate(zip(ranks.states, ranks.buckets, strict=True)):
+            if step == 6:
+                states.rollback(bucket)
+            state = states[bucket]
+            own = [state.errors.get("errors"), getattr(state, "served", None), *state.scratch.values()]
+            places = [tensor.data_ptr() for tensor in own if tensor is not None]
+            assert len(set(places)) == len(places) and (step == 4 or set(places) == before[rank]), step
+            before[rank] = set(places)
+            seen.append(len(places))
+    assert set(seen) == {6 if ranks.compressors[0].error_feedback else 2}

@@ -1,7 +1,7 @@
 """The small quantizing and sampling compressors and EF21, each against its definition."""
 
+from collections.abc import Iterator
 from functools import partial
-from itertools import product
 from typing import Any
 
 import pytest
@@ -26,19 +26,30 @@ def once(make: Any, g: Any) -> Any:
     return Ranks(1, make, [tuple(g.shape)]).step([g.reshape(-1)]).view(g.shape)
 
 
-def test_signs_their_majority_and_their_average() -> None:
+def test_scaled_signs_carry_the_mean_magnitude() -> None:
     g = normal(N, seed=0)
     torch.testing.assert_close(once(methods.ScaledSignCompressor, g), g.sign() * g.abs().mean())
+
+
+def test_scaled_signs_have_a_scale_for_each_tensor() -> None:
     signs = torch.tensor([1.0, -1, 1, 1, 8, 8, -8, 8])
     assert torch.equal(Ranks(1, methods.ScaledSignCompressor, [(4,), (4,)]).step([signs]), signs)
-    elections: list[tuple[Any, Any]] = [
-        ([[1.0, -2, 3, 0.1], [-1.0, -5, 3, 0.1], [9.0, 1, 3, -7]], [1, -1, 1, 1]),
-        ([[1.0, 1], [-1.0, 1]], [0, 1]),
-        ([[1.0, -1], [0.0, 0], [0.0, 0]], [1, -1]),  # a rank of zeros does not vote
-    ]
-    for votes, decided in elections:
-        ranks = Ranks(len(votes), methods.SignSGDCompressor, [(len(decided),)])
-        assert ranks.step([torch.tensor(vote) for vote in votes]).tolist() == decided
+
+
+@pytest.mark.parametrize(
+    ("votes", "decided"),
+    [
+        pytest.param([[1.0, -2, 3, 0.1], [-1.0, -5, 3, 0.1], [9.0, 1, 3, -7]], [1, -1, 1, 1], id="a majority"),
+        pytest.param([[1.0, 1], [-1.0, 1]], [0, 1], id="a tie"),
+        pytest.param([[1.0, -1], [0.0, 0], [0.0, 0]], [1, -1], id="a rank of zeros does not vote"),
+    ],
+)
+def test_the_majority_decides_the_sign(votes: Any, decided: list[int]) -> None:
+    ranks = Ranks(len(votes), methods.SignSGDCompressor, [(len(decided),)])
+    assert ranks.step([torch.tensor(vote) for vote in votes]).tolist() == decided
+
+
+def test_signs_of_momentum_are_signs_of_its_average() -> None:
     beta, m = 0.9, torch.zeros(N)
     ranks = Ranks(1, partial(methods.SignSGDCompressor, momentum=beta), [(N,)])
     for step in range(20):
@@ -57,20 +68,34 @@ KEEPING: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("make", KEEPING.values(), ids=KEEPING)
-def test_residuals_take_turns_in_two_vectors_and_a_dropped_step_keeps_its_own(make: Any) -> None:
-    """New memory in each step would cost more than the codes: the system clears it page by page."""
-    ranks, used = Ranks(1, make, [(N,)]), list[int]()
+every_keeping = pytest.mark.parametrize("make", KEEPING.values(), ids=KEEPING)
+
+
+def steps_with_nan_in_the_fourth(make: Any) -> Iterator[tuple[int, Ranks, Any, Any, Any]]:
+    """The number of each step, the rank, its gradient, its residual before the step, and what the step found."""
+    ranks = Ranks(1, make, [(N,)])
     for step in range(6):
         g, before = normal(N, seed=step), ranks.errors()[0].clone()
         g[3] = float("nan") if step == 3 else g[3]
         (result,), _ = ranks.exchange([g])
-        assert (result.nonfinite is not None) == (step == 3)
         if step == 3:
             ranks.states[0].rollback(ranks.buckets[0])
-            assert torch.equal(ranks.errors()[0], before + g.nan_to_num())
-        used.append(ranks.errors()[0].data_ptr())
+        yield step, ranks, g, before, result
+
+
+@every_keeping
+def test_residuals_take_turns_in_two_vectors(make: Any) -> None:
+    """New memory in each step would cost more than the codes: the system clears it page by page."""
+    used = [ranks.errors()[0].data_ptr() for _, ranks, *_ in steps_with_nan_in_the_fourth(make)]
     assert len(set(used)) == 2 and used[2] == used[3]
+
+
+@every_keeping
+def test_a_dropped_step_keeps_its_gradient_in_the_residual(make: Any) -> None:
+    for step, ranks, g, before, result in steps_with_nan_in_the_fourth(make):
+        assert (result.nonfinite is not None) == (step == 3)
+        if step == 3:
+            assert torch.equal(ranks.errors()[0], before + g.nan_to_num())
 
 
 STOCHASTIC = {
@@ -99,64 +124,103 @@ def test_unbiased(name: Any) -> None:
     assert many < 0.25 and many < 0.5 * few
 
 
-@pytest.mark.parametrize("name", STOCHASTIC)
-def test_randomness_repeats_with_the_seed_and_differs_between_steps_and_ranks(name: Any) -> None:
-    """And torch's generator is left alone. Means over ranks that hold the same gradient are better than one's."""
-    g, before = normal(24 * 25, seed=2), torch.get_rng_state()
-    first, second = (Ranks(1, STOCHASTIC[name], [(24, 25)]) for _ in range(2))
-    a, b = [first.step([g]) for _ in range(2)], [second.step([g]) for _ in range(2)]
-    assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) and not torch.equal(a[0], a[1])
+every_stochastic = pytest.mark.parametrize("name", STOCHASTIC)
+
+
+def drawn(name: str, steps: int = 2) -> list[Any]:
+    """The means of steps with the same gradient, with the default seed."""
+    ranks = Ranks(1, STOCHASTIC[name], [(24, 25)])
+    return [ranks.step([normal(24 * 25, seed=2)]) for _ in range(steps)]
+
+
+@every_stochastic
+def test_randomness_repeats_with_the_seed(name: Any) -> None:
+    a, b = drawn(name), drawn(name)
+    assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
+
+
+@every_stochastic
+def test_randomness_differs_between_steps(name: Any) -> None:
+    first, second = drawn(name)
+    assert not torch.equal(first, second)
+
+
+@every_stochastic
+def test_torch_s_generator_is_left_alone(name: Any) -> None:
+    before = torch.get_rng_state()
+    drawn(name)
     assert torch.equal(torch.get_rng_state(), before)
-    if name in ("qsgd, 4 bits", "terngrad", "natural"):
-        assert (Ranks(8, STOCHASTIC[name], [(24, 25)]).step([g] * 8) - g).norm() < 0.6 * (a[0] - g).norm()
 
 
-def test_levels_of_stochastic_methods_and_the_nearest_level_of_a_block() -> None:
-    """QSGD has 7 levels in 4 bits, of the L2 norm or of the largest magnitude."""
+@pytest.mark.parametrize("name", ["qsgd, 4 bits", "terngrad", "natural"])
+def test_randomness_differs_between_ranks(name: Any) -> None:
+    """The mean over ranks that hold the same gradient is better than the code of one."""
+    g, (alone, *_) = normal(24 * 25, seed=2), drawn(name)
+    assert (Ranks(8, STOCHASTIC[name], [(24, 25)]).step([g] * 8) - g).norm() < 0.6 * (alone - g).norm()
+
+
+@pytest.mark.parametrize("norm", ["l2", "max"])
+def test_qsgd_has_7_levels_of_its_norm_in_4_bits(norm: str) -> None:
     g = normal(N, seed=5)
-    for norm, scale in (("l2", g.norm()), ("max", g.abs().max())):
-        levels = 7 * once(partial(methods.QSGDCompressor, 4, None, norm), g) / scale
-        assert levels.any() and torch.allclose(levels, levels.round(), atol=1e-4)
+    scale = g.norm() if norm == "l2" else g.abs().max()
+    levels = 7 * once(partial(methods.QSGDCompressor, 4, None, norm), g) / scale
+    assert levels.any() and torch.allclose(levels, levels.round(), atol=1e-4)
+
+
+def test_the_ratio_of_4_bits_is_an_eighth() -> None:
     assert methods.QSGDCompressor(bits=4).compress_ratio == 1 / 8
+
+
+@pytest.mark.parametrize(("bits", "levels"), [(4, 7), (8, 127)])
+def test_a_block_takes_the_nearest_level_of_its_largest_element(bits: int, levels: int) -> None:
     g = normal(5000, seed=7)
-    for bits, levels in ((4, 7), (8, 127)):
-        sent = once(partial(methods.BlockwiseCompressor, bits=bits, block=512), g)
-        for part, got in zip(g.split(512), sent.split(512), strict=True):
-            assert (got - part).abs().max() <= part.abs().max() / levels * 0.5001
+    sent = once(partial(methods.BlockwiseCompressor, bits=bits, block=512), g)
+    for part, got in zip(g.split(512), sent.split(512), strict=True):
+        assert (got - part).abs().max() <= part.abs().max() / levels * 0.5001
+
+
+def test_a_short_last_block_is_no_full_one() -> None:
     ranks = Ranks(1, partial(methods.BlockwiseCompressor, block=512), [(512,), (513,)])
     ranks.step([normal(1025, seed=0)])
-    # a short last block is no full one
     assert ranks.world.meters[0].payload_bytes == sealed_bytes(3 * 4 + 512 + 513)
 
 
-def test_every_wire_of_threshold_codes_gives_the_same_bits_in_as_few_bytes_as_can_be() -> None:
+@pytest.mark.parametrize("settings", [{}, {"threshold": None}, {"bits": 1, "threshold": 0.0}], ids=str)
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_wire_of_threshold_codes_gives_the_same_bits(size: int, settings: dict[str, Any]) -> None:
     wires, shapes = ("gather", "scatter", "server"), [(7, 5), (33,), (1,), (0, 3)]
-    every: tuple[dict[str, Any], ...] = ({}, {"threshold": None}, {"bits": 1, "threshold": 0.0})
-    for size, settings in product((2, 3), every):
-        makes = [partial(methods.ThresholdCompressor, wire=wire, **settings) for wire in wires]
-        gather, scatter, server = (Ranks(size, make, shapes) for make in makes)
-        for step in range(3):
-            own = [normal(35 + 33 + 1, seed=10 * step + rank) for rank in range(size)]
-            mean = gather.step(own)
-            assert torch.equal(mean, scatter.step(own)) and torch.equal(mean, server.step(own)), settings
-        assert torch.equal(gather.errors()[0], scatter.errors()[0])
-    # Codes for each rank and the packed share, each sealed. Sums of many ranks need more than a byte.
+    makes = [partial(methods.ThresholdCompressor, wire=wire, **settings) for wire in wires]
+    gather, scatter, server = (Ranks(size, make, shapes) for make in makes)
+    for step in range(3):
+        own = [normal(35 + 33 + 1, seed=10 * step + rank) for rank in range(size)]
+        mean = gather.step(own)
+        assert torch.equal(mean, scatter.step(own)) and torch.equal(mean, server.step(own))
+    assert torch.equal(gather.errors()[0], scatter.errors()[0])
+
+
+@pytest.mark.parametrize(("size", "bits"), [(2, 3), (3, 3), (4, 4), (8, 5)])
+def test_scattered_threshold_codes_take_as_few_bytes_as_can_be(size: int, bits: int) -> None:
+    """Codes for each rank with the packed share, each sealed."""
     codes = 64 * 64 // 4
-    for size, bits in ((2, 3), (3, 3), (4, 4), (8, 5)):
-        ranks = Ranks(size, partial(methods.ThresholdCompressor, wire="scatter"), [(64, 64)])
-        ranks.step([normal(64 * 64, seed=rank) for rank in range(size)])
-        share = 4 * -(-codes // (4 * size))
-        sums = -(-share * 4 * bits // 8)
-        assert ranks.world.meters[0].payload_bytes == size * sealed_bytes(share) + sealed_bytes(sums), size
+    ranks = Ranks(size, partial(methods.ThresholdCompressor, wire="scatter"), [(64, 64)])
+    ranks.step([normal(64 * 64, seed=rank) for rank in range(size)])
+    share = 4 * -(-codes // (4 * size))
+    sums = -(-share * 4 * bits // 8)
+    assert ranks.world.meters[0].payload_bytes == size * sealed_bytes(share) + sealed_bytes(sums)
+
+
+def test_sums_of_many_ranks_that_need_more_than_a_byte_are_right() -> None:
     mean = Ranks(130, partial(methods.ThresholdCompressor, threshold=0.1), [(9,)]).step([torch.ones(9)] * 130)
     torch.testing.assert_close(mean, torch.full((9,), 0.1))
-    factors = (1.0, 1e-6, 1e8)
-    fleets = [Ranks(3, partial(methods.ThresholdCompressor, threshold=None), [(300,)]) for _ in factors]
+
+
+@pytest.mark.parametrize("factor", [1e-6, 1e8])
+def test_a_threshold_of_the_gradient_has_its_scale(factor: float) -> None:
+    fleets = [Ranks(3, partial(methods.ThresholdCompressor, threshold=None), [(300,)]) for _ in range(2)]
     for step in range(3):
         own = [normal(300, seed=7 * step + rank) for rank in range(3)]
-        first, *others = (fleet.step([g * x for g in own]) for fleet, x in zip(fleets, factors, strict=True))
-        for factor, found in zip(factors[1:], others, strict=True):
-            torch.testing.assert_close(found, first * factor, rtol=1e-5, atol=1e-30)
+        first, found = (fleet.step([g * x for g in own]) for fleet, x in zip(fleets, (1.0, factor), strict=True))
+        torch.testing.assert_close(found, first * factor, rtol=1e-5, atol=1e-30)
 
 
 TWO_MATRICES = [(40, 5), (3, 7)]
@@ -166,13 +230,16 @@ def ef21(ratio: float = 0.1, beta: float = 0.2) -> Any:
     return methods.EF21Compressor(methods.DGCCompressor(ratio, ResidualMemory(), selector="exact"), beta)
 
 
-def test_ef21_by_definition_and_estimates_and_momenta_differ_by_the_errors() -> None:
-    for size in (1, 3):
-        fast, defined = Ranks(size, ef21, TWO_MATRICES), Ranks(size, partial(paper.EF21, 0.1, 0.2), TWO_MATRICES)
-        for step in range(12):
-            own = [normal(221, seed=10 * step + rank) for rank in range(size)]
-            torch.testing.assert_close(fast.step(own), defined.step(own), rtol=0, atol=1e-6)
-    # After a dropped step too.
+@pytest.mark.parametrize("size", [1, 3])
+def test_ef21_is_its_definition(size: int) -> None:
+    fast, defined = Ranks(size, ef21, TWO_MATRICES), Ranks(size, partial(paper.EF21, 0.1, 0.2), TWO_MATRICES)
+    for step in range(12):
+        own = [normal(221, seed=10 * step + rank) for rank in range(size)]
+        torch.testing.assert_close(fast.step(own), defined.step(own), rtol=0, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def states_after_a_dropped_step() -> list[Any]:
     ranks = Ranks(3, ef21, TWO_MATRICES)
     for step in range(5):
         own = [normal(221, seed=10 * step + rank) for rank in range(3)]
@@ -183,13 +250,18 @@ def test_ef21_by_definition_and_estimates_and_momenta_differ_by_the_errors() -> 
         if step == 3:
             for states, bucket in zip(ranks.states, ranks.buckets, strict=True):
                 states.rollback(bucket)
-    saved: list[Any] = [states.state_dict() for states in ranks.states]
-    for loaded in (saved, redistributed(saved, 2), redistributed(saved, 5)):
-        for name, shape in zip(("p0", "p1"), TWO_MATRICES, strict=True):
-            parts = [[state[table][name].double() for state in loaded] for table in ("momentum", "residuals")]
-            difference = sum(m - e for m, e in zip(*parts, strict=True)) / len(loaded)
-            assert difference.shape == shape
-            torch.testing.assert_close(difference, loaded[0]["estimate"][name].double(), rtol=0, atol=1e-6)
+    return [states.state_dict() for states in ranks.states]
+
+
+@pytest.mark.parametrize("size", [3, 2, 5])
+def test_estimates_of_ef21_differ_from_momenta_by_the_errors(size: int, states_after_a_dropped_step: Any) -> None:
+    saved = states_after_a_dropped_step
+    loaded = saved if size == 3 else redistributed(saved, size)
+    for name, shape in zip(("p0", "p1"), TWO_MATRICES, strict=True):
+        parts = [[state[table][name].double() for state in loaded] for table in ("momentum", "residuals")]
+        difference = sum(m - e for m, e in zip(*parts, strict=True)) / len(loaded)
+        assert difference.shape == shape
+        torch.testing.assert_close(difference, loaded[0]["estimate"][name].double(), rtol=0, atol=1e-6)
 
 
 EF21_INNER = [

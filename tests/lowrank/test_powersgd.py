@@ -1,6 +1,6 @@
 """PowerSGD: what it recovers, loses and keeps, and its orthonormal rows, for each matrix of a batch by itself."""
 
-from itertools import product
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -42,38 +42,53 @@ def fleet_of(shapes: Any, size: int = 1, rank: int = 2, **settings: Any) -> Any:
     return Fleet(lambda: PowerSGDCompressor(rank, **settings), size, [torch.zeros(s) for s in shapes])
 
 
+USUAL: list[Any] = [(30, 40), (8,), (30, 40), (16, 3, 3, 3), ()]
+ODD: list[Any] = [(), (1,), (0, 3), (1, 1), (5, 0), (1, 700), (700, 1), (17, 2, 3, 2)]
+
+
 @every_mode
 @pytest.mark.parametrize("size", [1, 3])
-def test_nothing_is_lost_within_rounding(settings: Any, size: Any) -> None:
-    odd = [(), (1,), (0, 3), (1, 1), (5, 0), (1, 700), (700, 1), (17, 2, 3, 2)]
-    for shapes, rate in (([(30, 40), (8,), (30, 40), (16, 3, 3, 3), ()], 2), (odd, 1)):
-        fleet = fleet_of(shapes, size, min_compression_rate=rate, **settings)
-        for step in range(4):
-            own = [[normal(*s, seed=100 * step + 10 * r + i) for i, s in enumerate(shapes)] for r in range(size)]
-            given = [e + flat(g).double() for e, g in zip(fleet.errors(), own, strict=True)]
-            mean, largest = fleet.step(own)[0].double(), max(float(g.abs().max()) for g in given)
-            lost = mean + sum(fleet.errors()) / size - sum(given) / size
-            assert fleet.nonfinite == [None] * size and float(lost.abs().max()) <= 8 * 2.0**-24 * largest
+@pytest.mark.parametrize(("shapes", "rate"), [(USUAL, 2), (ODD, 1)], ids=["usual shapes", "odd shapes"])
+def test_nothing_is_lost_within_rounding(settings: Any, size: Any, shapes: Any, rate: int) -> None:
+    fleet = fleet_of(shapes, size, min_compression_rate=rate, **settings)
+    for step in range(4):
+        own = [[normal(*s, seed=100 * step + 10 * r + i) for i, s in enumerate(shapes)] for r in range(size)]
+        given = [e + flat(g).double() for e, g in zip(fleet.errors(), own, strict=True)]
+        mean, largest = fleet.step(own)[0].double(), max(float(g.abs().max()) for g in given)
+        lost = mean + sum(fleet.errors()) / size - sum(given) / size
+        assert fleet.nonfinite == [None] * size and float(lost.abs().max()) <= 8 * 2.0**-24 * largest
 
 
-@pytest.mark.parametrize("settings", [{"num_iters_per_step": 2}, {"num_iters_per_step": 4}, {"mode": "paper"}])
-def test_matrices_of_low_rank_arrive_whole(settings: Any) -> None:
+exact_modes = pytest.mark.parametrize(
+    "settings", [{"num_iters_per_step": 2}, {"num_iters_per_step": 4}, {"mode": "paper"}], ids=str
+)
+
+
+@pytest.mark.parametrize(("r", "count"), [(1, 1), (1, 8), (1, 32), (2, 1), (2, 8), (4, 32)])
+@exact_modes
+def test_matrices_of_low_rank_arrive_whole(settings: Any, r: int, count: int) -> None:
     """Also many of one shape: the original normalises rank-1 factors by the whole batch's norm."""
-    for r, count in ((1, 1), (1, 8), (1, 32), (2, 1), (2, 8), (4, 32)):
-        matrices = [10.0 ** (i % 5) * low_rank(r, 40, 60, i) for i in range(count)]
-        mean = fleet_of([(40, 60)] * count, rank=r, **settings).step([matrices])[0]
-        for found, expected in zip(mean.view(count, 40, 60), matrices, strict=True):
-            assert float((found - expected).norm()) < 5e-3 * float(expected.norm()), (r, count)
+    matrices = [10.0 ** (i % 5) * low_rank(r, 40, 60, i) for i in range(count)]
+    mean = fleet_of([(40, 60)] * count, rank=r, **settings).step([matrices])[0]
+    for found, expected in zip(mean.view(count, 40, 60), matrices, strict=True):
+        assert float((found - expected).norm()) < 5e-3 * float(expected.norm())
+
+
+@exact_modes
+def test_matrices_of_several_shapes_arrive_whole(settings: Any) -> None:
     shapes = [(40, 60), (30, 20), (50, 10)]
     whole = flat(matrices := [low_rank(2, *shape, i) for i, shape in enumerate(shapes)])
     assert float((fleet_of(shapes, **settings).step([matrices])[0] - whole).norm() / whole.norm()) < 5e-3
 
 
-def test_rank_grows_with_half_steps_and_warm_factors_find_the_best_approximation() -> None:
-    for half_steps, expected in ((1, 1), (2, 1), (4, 2), (6, 3)):
-        fleet = fleet_of([(20, 30)], rank=1, num_iters_per_step=half_steps, min_compression_rate=0)
-        found = fleet.step([[normal(20, 30)]])[0].view(20, 30)
-        assert int(torch.linalg.matrix_rank(found, rtol=1e-5)) == expected, half_steps
+@pytest.mark.parametrize(("half_steps", "expected"), [(1, 1), (2, 1), (4, 2), (6, 3)])
+def test_rank_grows_with_half_steps(half_steps: int, expected: int) -> None:
+    fleet = fleet_of([(20, 30)], rank=1, num_iters_per_step=half_steps, min_compression_rate=0)
+    found = fleet.step([[normal(20, 30)]])[0].view(20, 30)
+    assert int(torch.linalg.matrix_rank(found, rtol=1e-5)) == expected
+
+
+def test_warm_factors_find_the_best_approximation() -> None:
     M = low_rank(10, 40, 60, 0) + normal(40, 60, seed=3)
     fleet = fleet_of([(40, 60)], mode="paper", error_feedback=False)
     for _ in range(30):
@@ -94,63 +109,120 @@ def test_each_rank_s_error_stays_bounded() -> None:
 
 
 @every_mode
-def test_zeros_give_zeros_and_a_dropped_step_never_was(settings: Any) -> None:
-    """A factor that a zero gradient made zero would let nothing through ever after."""
+def test_zeros_give_zeros(settings: Any) -> None:
     fleet = fleet_of([(30, 40), (30, 40)], **settings)
     for _ in range(3):
         assert not fleet.step([[torch.zeros(30, 40)] * 2])[0].any()
+
+
+@every_mode
+def test_gradients_after_zeros_arrive(settings: Any) -> None:
+    """A factor that a zero gradient made zero would let nothing through ever after."""
+    fleet = fleet_of([(30, 40), (30, 40)], **settings)
+    for _ in range(3):
+        fleet.step([[torch.zeros(30, 40)] * 2])
     M = low_rank(1, 30, 40, 0)
     M[0] = 0
     total = sum(fleet.step([[M, torch.zeros(30, 40)]])[0] for _ in range(4))
     share = 0.3 if settings.get("mode") == "square" else 0.9
     assert float(total[:1200] @ M.view(-1)) > share * 4 * float(M.square().sum())
-    # And global random numbers stay as they are.
-    shapes, generator = [(30, 40), (8,), (16, 3, 3, 3)], torch.get_rng_state()
+
+
+def drop_a_step(settings: Any) -> tuple[Any, list[Any]]:
+    """A fleet after a step with inf, with its states before that step."""
+    shapes = [(30, 40), (8,), (16, 3, 3, 3)]
     fleet = fleet_of(shapes, 2, **settings)
     for step in range(3):
         fleet.step([[normal(*s, seed=step + r) for s in shapes] for r in range(2)])
     before, bad = [c.state_dict() for c in fleet.states], [torch.zeros(s) for s in shapes]
     bad[2][3] = float("inf")
     fleet.step([[torch.zeros(s) for s in shapes], bad])
+    return fleet, before
+
+
+@every_mode
+def test_a_step_is_dropped_for_one_element_that_is_not_finite(settings: Any) -> None:
+    fleet, _ = drop_a_step(settings)
     assert fleet.nonfinite == ["the gradient of p2 on rank 1 has NaN or inf, or is 2**64 or more"] * 2
+
+
+@every_mode
+def test_a_dropped_step_changes_no_state(settings: Any) -> None:
+    fleet, before = drop_a_step(settings)
     assert_equal(before, [c.state_dict() for c in fleet.states])
+
+
+@every_mode
+def test_torch_s_generator_is_left_alone(settings: Any) -> None:
+    generator = torch.get_rng_state()
+    drop_a_step(settings)
     assert torch.equal(torch.get_rng_state(), generator)
 
 
 @every_mode
-def test_halves_are_multiplied_in_fp32_and_fp16_sends_half_and_keeps_what_rounding_takes(settings: Any) -> None:
-    for dtype in (torch.float16, torch.bfloat16):
-        M = low_rank(1, 40, 60, 0).to(dtype)
-        half = Fleet(lambda: PowerSGDCompressor(2, **settings), 1, [torch.zeros(40, 60, dtype=M.dtype)])
-        full = fleet_of([(40, 60)], **settings)
-        with case(dtype):
-            for _ in range(3):
-                found, expected = half.step([[M]])[0], full.step([[M.float()]])[0]
-                torch.testing.assert_close(found, expected.to(dtype), rtol=0, atol=0)
-            assert torch.equal(half.errors()[0], full.errors()[0])
-    if settings.get("mode") != "square":
-        own = [[normal(40, 60, seed=r), 1 + normal(9, seed=r) / 10] for r in range(2)]
-        half, full = (fleet_of([(40, 60), (9,)], 2, wire=wire, **settings) for wire in ("fp16", "fp32"))
-        half.step(own), full.step(own)
-        assert 2 * (half.world.meters[0].payload_bytes - 24) == full.world.meters[0].payload_bytes - 24
-        assert half.errors()[0][2400:].any() and not full.errors()[0][2400:].any()
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_matrices_in_half_precision_are_multiplied_in_fp32(dtype: Any, settings: Any) -> None:
+    M = low_rank(1, 40, 60, 0).to(dtype)
+    half = Fleet(lambda: PowerSGDCompressor(2, **settings), 1, [torch.zeros(40, 60, dtype=M.dtype)])
+    full = fleet_of([(40, 60)], **settings)
+    for _ in range(3):
+        found, expected = half.step([[M]])[0], full.step([[M.float()]])[0]
+        torch.testing.assert_close(found, expected.to(dtype), rtol=0, atol=0)
+    assert torch.equal(half.errors()[0], full.errors()[0])
 
 
-def test_the_rule_counts_the_flattened_matrix_and_bytes_of_resnet18_are_the_paper_s() -> None:
-    """Table 3 of the paper: MiB in an epoch of 24 steps, with all matrices compressed."""
-    for rate, expected in ((230, 4), (231, 0)):
-        assert CompressionRule(4, 1, rate).rank_of(512 * 512 * 9, 512, 4608) == expected
+WITH_FP16 = {name: settings for name, settings in MODES.items() if settings.get("mode") != "square"}
+with_fp16 = pytest.mark.parametrize("settings", WITH_FP16.values(), ids=WITH_FP16)
+
+
+def one_step_on_each_wire(settings: Any) -> Iterator[Any]:
+    own = [[normal(40, 60, seed=r), 1 + normal(9, seed=r) / 10] for r in range(2)]
+    for wire in ("fp16", "fp32"):
+        fleet = fleet_of([(40, 60), (9,)], 2, wire=wire, **settings)
+        fleet.step(own)
+        yield fleet
+
+
+@with_fp16
+def test_fp16_sends_half_the_bytes(settings: Any) -> None:
+    half, full = (fleet.world.meters[0].payload_bytes - 24 for fleet in one_step_on_each_wire(settings))
+    assert 2 * half == full
+
+
+@with_fp16
+def test_what_fp16_rounds_off_vectors_is_kept(settings: Any) -> None:
+    half, full = one_step_on_each_wire(settings)
+    assert half.errors()[0][2400:].any() and not full.errors()[0][2400:].any()
+
+
+@pytest.mark.parametrize(("rate", "expected"), [(230, 4), (231, 0)])
+def test_the_rule_of_compression_counts_the_flattened_matrix(rate: int, expected: int) -> None:
+    assert CompressionRule(4, 1, rate).rank_of(512 * 512 * 9, 512, 4608) == expected
+
+
+def test_a_matrix_is_compressed_only_if_it_has_strictly_more_elements() -> None:
     rule = CompressionRule(1, 2, 2)
-    assert [rule.rank_of(numel, 4, 4) for numel in (16, 17)] == [0, 1], "strictly more"
+    assert [rule.rank_of(numel, 4, 4) for numel in (16, 17)] == [0, 1]
+
+
+def test_the_original_s_counts_are_of_the_flattened_matrix() -> None:
     powersgd = PowerSGD([torch.zeros(512, 512, 3, 3)], Config(rank=4, num_iters_per_step=1), alone())
     assert (powersgd.uncompressed_num_floats, powersgd.compressed_num_floats) == (2359296, 10240)
     assert int(powersgd.compression_rate) == 230
+
+
+@pytest.fixture(scope="module")
+def resnet18_bucket() -> Any:
     with torch.device("meta"):
-        bucket = make_bucket("b", list(resnet18(num_classes=10).named_parameters()))
-    modes: list[dict[str, Any]] = [{"mode": "paper"}, {"num_iters_per_step": 2}]
-    for settings, (rank, mib) in product(modes, ((1, 4.2), (2, 7.5), (4, 14.2), (7, 24.2))):
-        compressor = PowerSGDCompressor(rank, min_compression_rate=0, **settings)
-        assert round(24 * 4 * compressor.floats_per_step(bucket) / 2**20, 1) == mib, rank
+        return make_bucket("b", list(resnet18(num_classes=10).named_parameters()))
+
+
+@pytest.mark.parametrize(("rank", "mib"), [(1, 4.2), (2, 7.5), (4, 14.2), (7, 24.2)])
+@pytest.mark.parametrize("settings", [{"mode": "paper"}, {"num_iters_per_step": 2}], ids=["paper", "residual"])
+def test_bytes_of_resnet18_are_the_paper_s(settings: Any, rank: int, mib: float, resnet18_bucket: Any) -> None:
+    """Table 3 of the paper: MiB in an epoch of 24 steps, with all matrices compressed."""
+    compressor = PowerSGDCompressor(rank, min_compression_rate=0, **settings)
+    assert round(24 * 4 * compressor.floats_per_step(resnet18_bucket) / 2**20, 1) == mib
 
 
 class Run:
@@ -172,8 +244,8 @@ class Run:
         return found
 
 
-@every_mode
-def test_it_resumes_in_other_buckets(settings: Any) -> None:
+def moved_to_other_buckets(settings: Any) -> tuple[Run, Run, Any]:
+    """A run after three steps, another with other buckets that has loaded its state, and that state."""
     shapes = ((30, 40), (8,), (30, 40), (16, 3, 3, 3))
     p0, p1, p2, p3 = ((f"p{i}", torch.zeros(s)) for i, s in enumerate(shapes))
     first = Run([p0, p1, p2, p3], rank=2, **settings)
@@ -182,34 +254,60 @@ def test_it_resumes_in_other_buckets(settings: Any) -> None:
         first.step(number)
     state = first.states.state_dict()
     second.states.load_state_dict(state)
-    again = second.states.state_dict()
-    assert_equal(state["errors"], again["errors"])
-    if settings.get("mode") != "square" and settings.get("warm_start", True):  # a square's factors are a bucket's
-        assert_equal(state, again)
-        for number in range(3, 6):
-            ours, theirs = first.step(number), second.step(number)
-            for name, mean in ours.items():
-                torch.testing.assert_close(theirs[name], mean, rtol=0, atol=1e-4)
-    else:
-        second.step(3)
-    # a bucket of vectors leaves the half steps of matrices in the state: the other factor is next
+    return first, second, state
+
+
+@every_mode
+def test_errors_are_loaded_in_other_buckets(settings: Any) -> None:
+    _, second, state = moved_to_other_buckets(settings)
+    assert_equal(state["errors"], second.states.state_dict()["errors"])
+    second.step(3)
+
+
+# The factors of a square are those of a bucket.
+WARM = {k: v for k, v in MODES.items() if v.get("mode") != "square" and v.get("warm_start", True)}
+warm_modes = pytest.mark.parametrize("settings", WARM.values(), ids=WARM)
+
+
+@warm_modes
+def test_the_whole_state_is_loaded_in_other_buckets(settings: Any) -> None:
+    _, second, state = moved_to_other_buckets(settings)
+    assert_equal(state, second.states.state_dict())
+
+
+@warm_modes
+def test_it_resumes_in_other_buckets(settings: Any) -> None:
+    first, second, _ = moved_to_other_buckets(settings)
+    for number in range(3, 6):
+        ours, theirs = first.step(number), second.step(number)
+        for name, mean in ours.items():
+            torch.testing.assert_close(theirs[name], mean, rtol=0, atol=1e-4)
+
+
+@every_mode
+def test_a_bucket_of_vectors_leaves_the_half_steps_of_matrices_in_the_state(settings: Any) -> None:
+    """The other factor is next."""
+    p0, p1 = ("p0", torch.zeros(30, 40)), ("p1", torch.zeros(8))
     here, there = (Run([p0], [p1], rank=1, **settings) for _ in range(2))
     here.step(0)
     there.states.load_state_dict(here.states.state_dict())
     assert torch.equal(here.step(1)["p0"], there.step(1)["p0"])
 
 
-def test_a_resumed_run_may_have_another_rank() -> None:
+@pytest.mark.parametrize("rank", [1, 4])
+def test_a_resumed_run_may_have_another_rank(rank: int) -> None:
     fleet = fleet_of([(30, 40)], num_iters_per_step=2)
     fleet.step([[normal(30, 40)]])
     state = fleet.states[0].state_dict()
-    for rank in (1, 4):
-        other = fleet_of([(30, 40)], rank=rank, num_iters_per_step=2)
-        other.states[0].load_state_dict(state)
-        P = other.states[0].state_dict()["P"]["p0"]
-        assert P.shape == (30, rank)
-        torch.testing.assert_close(P[:, :1].abs(), state["P"]["p0"][:, :1].abs())
-        assert other.step([[normal(30, 40, seed=1)]])[0].isfinite().all()
+    other = fleet_of([(30, 40)], rank=rank, num_iters_per_step=2)
+    other.states[0].load_state_dict(state)
+    P = other.states[0].state_dict()["P"]["p0"]
+    assert P.shape == (30, rank)
+    torch.testing.assert_close(P[:, :1].abs(), state["P"]["p0"][:, :1].abs())
+    assert other.step([[normal(30, 40, seed=1)]])[0].isfinite().all()
+
+
+def test_the_first_steps_are_dense_if_asked_for() -> None:
     fleet = fleet_of([(30, 40), (7,)], 2, start_compressing_after_num_steps=2, num_iters_per_step=2)
     for step in range(4):
         own = [[normal(30, 40, seed=9 * step + r), normal(7, seed=r)] for r in range(2)]
@@ -235,6 +333,12 @@ def test_three_lines_train() -> None:
             optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[-1] < 0.2 * losses[0] and powersgd.state_dict()["PowerSGDCompressor.0"]["errors"]["param0"].any()
+
+
+def test_an_optimizer_with_parameters_in_another_order_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 1))
+    config = Config(rank=1, min_compression_rate=5, num_iters_per_step=2, start_compressing_after_num_steps=0)
+    powersgd = PowerSGD(model.parameters(), config, alone())
     with pytest.raises(ValueError, match="built with other parameters"):
         optimizer_step(torch.optim.SGD(list(model.parameters())[::-1], lr=0.1), powersgd)
 
@@ -261,45 +365,122 @@ def test_a_switch_repeats_the_original_at_rank_1(count: int, half_steps: int) ->
         torch.testing.assert_close(found, mean, rtol=0, atol=1e-4 * float(mean.abs().max()))
 
 
-def test_aggregate_averages_over_ranks_and_refuses_nan() -> None:
-    def body(transport: Any) -> Any:
+class Aggregated:
+    """What a rank aggregates once: a matrix, a vector, and a number without a gradient."""
+
+    def __init__(self, transport: Any) -> None:
         params = [torch.zeros(30, 40), torch.zeros(7), torch.zeros((), dtype=torch.float64)]
         config = Config(rank=1, num_iters_per_step=2, start_compressing_after_num_steps=0)
-        powersgd = PowerSGD(params, config, transport)
-        g = [low_rank(1, 30, 40, 0), torch.full((7,), float(transport.rank)), None]
-        first, second, third = powersgd.aggregate(g)
-        torch.testing.assert_close(first, low_rank(1, 30, 40, 0), rtol=0, atol=1e-4)
-        assert second.tolist() == [0.5] * 7 and third.shape == () and third.dtype == torch.float64
-        assert not g[0].any() and not g[1].any()
-        with pytest.raises(NonFiniteGradientError, match="param1 on rank 1"):
-            powersgd.aggregate([first, second / (1 - transport.rank), third])
-        with pytest.raises(ValueError, match="1 gradients for 3 parameters"):
-            powersgd.aggregate(g[:1])
-        return powersgd.state_dict()["PowerSGDCompressor.0"]["P"]["param0"]
+        self.powersgd = PowerSGD(params, config, transport)
+        self.given = [low_rank(1, 30, 40, 0), torch.full((7,), float(transport.rank)), None]
+        self.means = self.powersgd.aggregate(self.given)
+
+
+@on_ranks(2)
+def test_aggregate_averages_over_ranks(transport: Any) -> None:
+    first, second, third = Aggregated(transport).means
+    torch.testing.assert_close(first, low_rank(1, 30, 40, 0), rtol=0, atol=1e-4)
+    assert second.tolist() == [0.5] * 7 and third.shape == () and third.dtype == torch.float64
+
+
+@on_ranks(2)
+def test_aggregate_makes_the_given_gradients_zero(transport: Any) -> None:
+    given = Aggregated(transport).given
+    assert not given[0].any() and not given[1].any()
+
+
+@on_ranks(2)
+def test_aggregate_refuses_gradients_that_are_not_finite(transport: Any) -> None:
+    aggregated = Aggregated(transport)
+    first, second, third = aggregated.means
+    with pytest.raises(NonFiniteGradientError, match="param1 on rank 1"):
+        aggregated.powersgd.aggregate([first, second / (1 - transport.rank), third])
+
+
+@on_ranks(2)
+def test_aggregate_refuses_too_few_gradients(transport: Any) -> None:
+    aggregated = Aggregated(transport)
+    with pytest.raises(ValueError, match="1 gradients for 3 parameters"):
+        aggregated.powersgd.aggregate(aggregated.given[:1])
+
+
+def test_factors_are_the_same_on_all_ranks_after_aggregates_that_were_refused() -> None:
+    def body(transport: Any) -> Any:
+        aggregated = Aggregated(transport)
+        first, second, third = aggregated.means
+        with pytest.raises(NonFiniteGradientError):
+            aggregated.powersgd.aggregate([first, second / (1 - transport.rank), third])
+        with pytest.raises(ValueError):
+            aggregated.powersgd.aggregate(aggregated.given[:1])
+        return aggregated.powersgd.state_dict()["PowerSGDCompressor.0"]["P"]["param0"]
 
     assert torch.equal(*LockstepWorld(2).run(body))
 
 
-@on_ranks(2)
-def test_the_original_s_aggregators_and_its_step_counter(transport: Any) -> None:
+def steps_of_sgd(transport: Any, *aggregators: Any) -> tuple[nn.Parameter, nn.Parameter]:
+    """Two steps with each aggregator, of a parameter with gradients and of one without, which are returned."""
     p, unused = nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(2))
-    sgd, plain = torch.optim.SGD([p, unused], lr=1.0), AllReduce(transport)
-    powersgd, resumed = (PowerSGD([p, unused], Config(rank=1), transport) for _ in range(2))
-    for aggregator in (AllReduce(transport), powersgd):
+    sgd = torch.optim.SGD([p, unused], lr=1.0)
+    for make in aggregators:
+        aggregator = make([p, unused])
         assert isinstance(aggregator, Aggregator)
         for _ in range(2):
             p.grad = torch.full((3, 4), float(transport.rank))
             optimizer_step(sgd, aggregator)
             assert not p.grad.any() and unused.grad is None
+    return p, unused
+
+
+@on_ranks(2)
+def test_the_original_s_aggregators_average_what_has_gradients(transport: Any) -> None:
+    both = (lambda params: AllReduce(transport), lambda params: PowerSGD(params, Config(rank=1), transport))
+    p, unused = steps_of_sgd(transport, *both)
     assert (p == 1 - 4 * 0.5).all() and (unused == 1).all()
-    resumed.load_state_dict(powersgd.state_dict())
+
+
+def resumed_after_two_steps(transport: Any) -> tuple[Any, Any]:
+    """A PowerSGD that has taken two steps, with one that has loaded its state."""
+    made: list[Any] = []
+
+    def make(params: Any) -> Any:
+        made.extend(PowerSGD(params, Config(rank=1), transport) for _ in range(2))
+        return made[0]
+
+    steps_of_sgd(transport, make)
+    made[1].load_state_dict(made[0].state_dict())
+    return made[0], made[1]
+
+
+@on_ranks(2)
+def test_the_step_counter_is_loaded(transport: Any) -> None:
+    powersgd, resumed = resumed_after_two_steps(transport)
     assert powersgd.step_counter == resumed.step_counter == 2
+
+
+@on_ranks(2)
+def test_a_dropped_step_is_not_in_the_step_counter(transport: Any) -> None:
+    _, resumed = resumed_after_two_steps(transport)
     with pytest.raises(NonFiniteGradientError, match="param0 on rank 0"):
-        resumed.aggregate([p / transport.rank, None])
+        resumed.aggregate([torch.full((3, 4), -1.0) / transport.rank, None])
     assert resumed.step_counter == 2 and resumed.dropped_steps == 1
-    with pytest.raises(ValueError, match="none of them may be None"):
-        plain.aggregate([torch.ones(3), None])
+
+
+@on_ranks(2)
+def test_all_reduce_adds_any_number_of_gradients(transport: Any) -> None:
+    plain = AllReduce(transport)
     assert AllReduce(transport).aggregate([]) == [] and plain.aggregate([torch.ones(3)])[0].sum() == 3
+
+
+@on_ranks(2)
+def test_all_reduce_refuses_a_gradient_that_is_none(transport: Any) -> None:
+    with pytest.raises(ValueError, match="none of them may be None"):
+        AllReduce(transport).aggregate([torch.ones(3), None])
+
+
+@on_ranks(2)
+def test_all_reduce_refuses_gradients_of_other_shapes_than_before(transport: Any) -> None:
+    plain = AllReduce(transport)
+    plain.aggregate([torch.ones(3)])
     with pytest.raises(ValueError, match=r"gradient 0 has shape \(1,\), not \(3,\)"):
         plain.aggregate([torch.ones(1)])
 
@@ -315,31 +496,52 @@ def assert_orthonormal(x: Any) -> None:
     torch.testing.assert_close(x @ x.mT, torch.eye(x.shape[1]).expand(len(x), -1, -1), rtol=0, atol=2e-6)
 
 
+some_shapes = pytest.mark.parametrize("shape", [(1, 1, 1), (4, 1, 7), (3, 2, 50), (2, 5, 5), (5, 7, 1000)])
+
+
 @every_way
-def test_rows_are_orthonormal_and_span_the_same_also_zeros_and_dependent_ones(way: Any) -> None:
-    for shape in ((1, 1, 1), (4, 1, 7), (3, 2, 50), (2, 5, 5), (5, 7, 1000)):
-        x = normal(*shape) * torch.logspace(-6, 6, shape[0])[:, None, None]
-        basis = basis_of(x, way)
-        assert_orthonormal(basis)
-        for k in range(1, shape[1] + 1):
-            part, first = basis[:, :k], x[:, :k]
-            norms, outside = (y.flatten(1).norm(dim=1) for y in (first, first - first @ part.mT @ part))
-            assert bool((outside <= 1e-5 * norms).all())
-        for scale in (1e-30, 1e30):
+@some_shapes
+def test_rows_are_orthonormal(way: Any, shape: Any) -> None:
+    x = normal(*shape) * torch.logspace(-6, 6, shape[0])[:, None, None]
+    assert_orthonormal(basis_of(x, way))
+    for scale in (1e-30, 1e30):
+        with case(scale):
             assert_orthonormal(basis_of(normal(*shape) * scale, way))
-    # a matrix does not depend on the others of its batch
+
+
+@every_way
+@some_shapes
+def test_the_first_rows_span_what_the_first_of_the_matrix_span(way: Any, shape: Any) -> None:
+    x = normal(*shape) * torch.logspace(-6, 6, shape[0])[:, None, None]
+    basis = basis_of(x, way)
+    for k in range(1, shape[1] + 1):
+        part, first = basis[:, :k], x[:, :k]
+        norms, outside = (y.flatten(1).norm(dim=1) for y in (first, first - first @ part.mT @ part))
+        assert bool((outside <= 1e-5 * norms).all())
+
+
+@every_way
+def test_a_matrix_does_not_depend_on_the_others_of_its_batch(way: Any) -> None:
     x = normal(6, 1, 40) * torch.tensor([1e-8, 1.0, 1e8, 3.0, 0.1, 7.0])[:, None, None]
     together = basis_of(x, way)
     for i in range(6):
         torch.testing.assert_close(together[i : i + 1], basis_of(x[i : i + 1], way))
-    for r in (1, 3):
-        x, noise = normal(3, r, 30), normal(3, r, 30, seed=5)
-        x[1] = 0
-        basis, found = basis_of(x, way), basis_of(x, way, noise=lambda b: noise)  # noqa: B023
-        assert_orthonormal(basis)
-        assert_orthonormal(found)
-        assert float((found[1] @ noise[1].T @ noise[1]).norm()) > 1
-        torch.testing.assert_close(found[0], basis[0])
+
+
+@every_way
+@pytest.mark.parametrize("r", [1, 3])
+def test_zeros_become_orthonormal_rows_of_noise(way: Any, r: int) -> None:
+    x, noise = normal(3, r, 30), normal(3, r, 30, seed=5)
+    x[1] = 0
+    basis, found = basis_of(x, way), basis_of(x, way, noise=lambda b: noise)
+    assert_orthonormal(basis)
+    assert_orthonormal(found)
+    assert float((found[1] @ noise[1].T @ noise[1]).norm()) > 1
+    torch.testing.assert_close(found[0], basis[0])
+
+
+@every_way
+def test_dependent_rows_become_orthonormal_ones_that_span_them(way: Any) -> None:
     x = normal(2, 4, 30)
     x[0, 1] = 2 * x[0, 0]
     x[0, 2] = x[0, 0] + 1e-5 * x[0, 3]
