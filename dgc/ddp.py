@@ -161,9 +161,9 @@ class DDPExchange(GradientExchange):
         bucket_mb, steps_per_epoch, hierarchical: As for DistributedOptimizer. `bucket_mb` does not depend on DDP's
             bucket_cap_mb. For `hierarchical` a transport that is given must have groups.
         transport: Connects the ranks. None: torch.distributed, on process groups of its own.
-        nonfinite: As for DistributedOptimizer. In a dropped step every .grad is None, so that the optimizer
-            changes nothing. With a grad_scaler every .grad is NaN instead, and every rank's scaler skips the step.
-            "raise" raises NonFiniteGradientError at the end of `backward()`. Training may continue.
+        nonfinite: As for DistributedOptimizer. In a dropped step .grad of every averaged parameter is None, so
+            that the optimizer changes none of them. With a grad_scaler it is NaN instead, and every rank's scaler
+            skips the step. "raise" raises NonFiniteGradientError at the end of `backward()`. Training may go on.
         grad_scaler: The torch.amp.GradScaler that scales the loss, if any.
 
     Attributes:
@@ -260,7 +260,7 @@ class DDPExchange(GradientExchange):
                         "no gradient of it: build DistributedDataParallel and compress after it"
                     )
             self._others.update(dict.fromkeys(unknown, True))
-        if len(unknown) == len(parameters) or not any(p in self._slots for p in parameters):
+        if not any(p in self._slots for p in parameters):
             return
         check_not_converted(self.planned)
         if optimizer is not self._stepped and any(p in self._told for p in parameters):
@@ -361,11 +361,10 @@ class DDPExchange(GradientExchange):
     def _drop(self, reason: str) -> None:
         for _, buffer in self._buffers:
             buffer.fill_(float("nan"))
-        raises = self._drops.drop(reason)
 
         def withhold() -> None:
             self._drops.withhold(self._slots)
-            if raises:
+            if self._drops.drop(reason):  # last, because a warning may be an error
                 raise NonFiniteGradientError(reason)
 
         after_ddp(withhold)

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from jaxtyping import Float32, Int64
@@ -102,6 +103,13 @@ class PlannedBucket:
         return self.compressor.correction is not None and all(segment.orders(p) for segment, p in pairs)
 
 
+def check_bucket_mb(bucket_mb: Any) -> None:
+    """Raise ValueError for what is no positive number."""
+    require("a number", NUMBER, bucket_mb=bucket_mb)
+    if not bucket_mb > 0:
+        raise ValueError(f"bucket_mb must be positive, not {bucket_mb}")
+
+
 def plan_buckets(
     named_parameters: Sequence[tuple[str, Tensor]],
     compressor_for: Callable[[Segment], Compressor],
@@ -116,9 +124,7 @@ def plan_buckets(
     named_parameters: In model order. bucket_mb: Largest size of a bucket in MB (2**20 bytes). A larger single
     tensor gets its own bucket. prefix: Of the buckets' names. Raises ValueError if `bucket_mb` is not positive.
     """
-    require("a number", NUMBER, bucket_mb=bucket_mb)
-    if not bucket_mb > 0:
-        raise ValueError(f"bucket_mb must be positive, not {bucket_mb}")
+    check_bucket_mb(bucket_mb)
     Key = tuple[int, torch.dtype, torch.device]
     open_buckets: dict[Key, list[tuple[str, Tensor]]] = {}
     closed: list[tuple[Compressor, list[tuple[str, Tensor]]]] = []

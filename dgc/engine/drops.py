@@ -2,7 +2,7 @@
 
 Every adapter has one `DropPolicy`. `Engine.finish` says why a step must be dropped, and undoes it in the states of
 the compressors (`BucketStates.rollback`). The policy counts the step, says whether to raise an error, and
-takes the gradients from an optimizer that would use them.
+takes the gradients from an optimizer that would use them: in DDP and FSDP2, which do not step it themselves.
 """
 
 import warnings

@@ -22,10 +22,17 @@ from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
 from dgc.core.route import Route
 from dgc.engine.agreement import check_settings
-from dgc.engine.buckets import PlannedBucket, check_equal_plans, describe, plan_buckets, states_in_order
+from dgc.engine.buckets import (
+    PlannedBucket,
+    check_bucket_mb,
+    check_equal_plans,
+    describe,
+    plan_buckets,
+    states_in_order,
+)
 from dgc.engine.drops import DropPolicy, check_nonfinite, is_used
 from dgc.engine.gathered import HasGatheredState
-from dgc.engine.hierarchy import plan_compressors
+from dgc.engine.hierarchy import mode_of, plan_compressors
 from dgc.engine.loop import Engine, LossScale, Outcome
 from dgc.engine.options import MomentumCheck, as_route, check_owned, unique_prefix
 from dgc.engine.state import BucketStates, ResidualPart, check_steps_per_epoch
@@ -50,7 +57,9 @@ class ExchangeSettings:
     def __post_init__(self) -> None:
         check_nonfinite(self.nonfinite, self.grad_scaler)
         check_steps_per_epoch(self.steps_per_epoch)
-        assert self.route.rules
+        check_bucket_mb(self.bucket_mb)
+        mode_of(self.hierarchical)
+        _ = self.route  # raises ValueError for what is no compression
 
     @cached_property
     def route(self) -> Route:
@@ -62,6 +71,7 @@ class ExchangeSettings:
         Raises:
             ValueError: One differs. Raised on every rank.
         """
+        # a compression of Horovod is compared as the compressor that it stands for
         own = self.compression if isinstance(self.compression, Route) else self.route.rules[0].compressor
         check_settings(
             transport,
@@ -168,7 +178,7 @@ class GradientExchange(HasGatheredState):
         self._engine.start(g)
 
     def _judge(self, reason: str | None) -> str | None:
-        """Given why this rank cannot use its means, or None, return why no rank can."""
+        """Combine this rank's reason to drop the step, or None, with the reasons of all ranks."""
         return reason
 
     def _finish_step(self, learn: bool = True) -> Outcome:

@@ -288,6 +288,14 @@ class HierarchicalCompressor(Compressor):
 MODES = {True: "on", False: "off"}
 
 
+def mode_of(hierarchical: str | bool) -> str:
+    """Return "on", "off" or "auto". Raises ValueError for another value."""
+    mode = MODES[hierarchical] if isinstance(hierarchical, bool) else hierarchical
+    if mode not in ("auto", "on", "off"):
+        raise ValueError(f"hierarchical must be 'auto', 'on' or 'off', not {hierarchical!r}")
+    return mode
+
+
 def choose_place(
     transport: Transport, hierarchical: str | bool, compressors: Sequence[Compressor]
 ) -> MachineRank | None:
@@ -302,9 +310,7 @@ def choose_place(
         ValueError: `hierarchical` is none of these; or it is "on", and the transport has no groups, or machines
             have different numbers of ranks.
     """
-    mode = MODES[hierarchical] if isinstance(hierarchical, bool) else hierarchical
-    if mode not in ("auto", "on", "off"):
-        raise ValueError(f"hierarchical must be 'auto', 'on' or 'off', not {hierarchical!r}")
+    mode = mode_of(hierarchical)
     stateless = all(isinstance(compressor, StatelessCompressor) for compressor in compressors)
     if mode == "off" or (mode == "auto" and (stateless or not _has_groups(transport))):
         return None

@@ -6,7 +6,7 @@ A state may be saved after a step is complete, and before the next one begins.
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
-from weakref import WeakMethod, ref
+from weakref import WeakKeyDictionary, WeakMethod, ref
 
 import torch
 from torch import Tensor
@@ -48,8 +48,7 @@ class _Observers:
     All use one hook of torch, which stays: torch iterates over its hooks, and the garbage collector, which may run
     in each of them, must not remove one.
 
-    has_parts: Whether to count an optimizer with `is_part_of_another`. It steps inside another optimizer, which is
-        counted.
+    has_parts: Call them also for optimizers that step inside another one (`is_part_of_another`).
     """
 
     def __init__(self, register: Callable[[Any], Any], has_parts: bool):
@@ -79,34 +78,43 @@ after_steps = _Observers(register_optimizer_step_post_hook, has_parts=True).add
 
 
 class AwaitedStep:
-    """Knows whether an optimizer still has to step on the means that were exchanged last.
+    """Knows whether optimizers still have to step on the means that were exchanged last.
 
-    Optimizers of torch are seen. If none has stepped on the parameters before, nothing is known.
+    Optimizers of torch are seen. Of parameters on which none has stepped before, nothing is known.
 
-    seen: a method that is called with the first optimizer, after its first step, while its object exists.
+    on_first_step: a method that is called with the first optimizer, after its first step, while its object exists.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], seen: Callable[[Optimizer], None] | None = None):
-        self._parameters, self._is_seen, self._awaits = set(parameters), False, False
-        self._seen = None if seen is None else WeakMethod(seen)
+    def __init__(self, parameters: Iterable[Tensor], on_first_step: Callable[[Optimizer], None] | None = None):
+        self._parameters = set(parameters)
+        # the parameters on which each optimizer has stepped last, and those with a mean that it has not used yet
+        self._owned: WeakKeyDictionary[Optimizer, set[Tensor]] = WeakKeyDictionary()
+        self._awaited: dict[Optimizer, set[Tensor]] = {}
+        self._on_first_step = None if on_first_step is None else WeakMethod(on_first_step)
         after_steps(self._after_step)
 
     def _after_step(self, optimizer: Optimizer) -> None:
-        if any(p in self._parameters for group in optimizer.param_groups for p in group["params"]):
-            self._is_seen, self._awaits = True, False
-            if self._seen is not None and not getattr(optimizer, "is_part_of_another", False):
-                seen, self._seen = self._seen(), None
-                if seen is not None:
-                    seen(optimizer)
+        owned = self._parameters.intersection(p for group in optimizer.param_groups for p in group["params"])
+        if owned:
+            # an optimizer of the same parameters replaces those before it
+            for other in [o for o, its in self._owned.items() if o is not optimizer and not owned.isdisjoint(its)]:
+                del self._owned[other]
+                self._awaited.pop(other, None)
+            self._owned[optimizer] = owned
+            self._awaited.pop(optimizer, None)
+            if self._on_first_step is not None and not getattr(optimizer, "is_part_of_another", False):
+                on_first_step, self._on_first_step = self._on_first_step(), None
+                if on_first_step is not None:
+                    on_first_step(optimizer)
 
     def begin(self) -> None:
         """The gradients have been exchanged."""
-        self._awaits = self._is_seen
+        self._awaited = dict(self._owned)
 
     def check(self, call: str) -> None:
         """Raise RuntimeError if `call` would combine the residual after a step with the weights before it."""
-        if self._awaits:
-            check_taken(call, self._parameters)
+        if self._awaited:
+            check_taken(call, set().union(*self._awaited.values()))
 
 
 class BackwardPass:

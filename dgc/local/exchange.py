@@ -335,12 +335,12 @@ class OuterExchange(ModelExchange):
         self.arrive()
         fragments, flight, self.flight = self._in_flight(), self.flight, None
         assert flight is not None, "no exchange is in flight"
-        if flight.nonfinite is not None:
-            self._drop(flight.nonfinite)
         for fragment in fragments:
             if flight.nonfinite is None:
                 fragment.step(flight.lr, flight.outer_factor)
             fragment.merge(alpha if flight.nonfinite is None and flight.lr is not None else 0.0)
+        if flight.nonfinite is not None:
+            self._drop(flight.nonfinite)  # last, because a warning may be an error
 
     def join(self) -> None:
         """Forget the residual of the rank whose state was loaded, and continue from z0."""

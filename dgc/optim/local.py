@@ -171,16 +171,13 @@ class LocalOptimizer(Wrapper):
         self._begin_step()
         self._begins = False
         reason, by_scaler = self._nonfinite(), getattr(self, "found_inf", None) is not None
-        raises = reason is not None and self._drops.drop(
-            reason, by_scaler=by_scaler, warns=reason != OF_ANOTHER_RANK
-        )
         step = partial(self._step, closure, loss) if reason is None else lambda: None
         with self._stepping():
             self._timed("step", lambda: self.method.update(step, float(self.param_groups[0]["lr"])))
         if reason is None and self.method.has_skipped:
             reason = OF_ANOTHER_RANK
-            raises = self._drops.drop(reason, by_scaler=by_scaler, warns=False)
-        if raises:  # after the exchange, in which other ranks wait for this one
+        # after the exchange, in which other ranks wait for this one: a warning may be an error
+        if reason is not None and self._drops.drop(reason, by_scaler=by_scaler, warns=reason != OF_ANOTHER_RANK):
             raise NonFiniteGradientError(reason)
         return loss
 

@@ -351,3 +351,46 @@ def test_a_dropped_step_leaves_the_weights_as_they_were(transport: Transport, bu
     with pytest.raises(NonFiniteGradientError):
         trained.spoilt(2, True)
     assert all(map(torch.equal, trained.weights(), before))
+
+
+@with_a_policy
+def test_a_warning_that_is_an_error_changes_nothing_of_a_dropped_step(transport: Transport, build: Any) -> None:
+    own, other = build(transport), build(transport)
+    for number in range(4):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            other.spoilt(number, number == 1)
+        with warnings.catch_warnings(), pytest.raises(UserWarning) if number == 1 else nullcontext():
+            warnings.filterwarnings("error", message=".*Further dropped steps are only counted")
+            own.spoilt(number, number == 1)
+        assert all(map(torch.equal, own.weights(), other.weights())), number
+    assert_equal(own.state(), other.state())
+
+
+@pytest.mark.parametrize("build", [in_ddp, in_fsdp, in_quantized_fsdp])
+def test_a_state_is_refused_until_all_optimizers_of_the_model_have_stepped(
+    transport: Transport, build: Any
+) -> None:
+    trained = build(transport)
+    first, second = (torch.optim.SGD([p], lr=0.1) for p in trained.model.parameters())
+    for number in range(3):
+        trained.backward(number)
+        first.step()
+        if number == 2:
+            with pytest.raises(RuntimeError, match=TOO_EARLY):
+                trained.state()
+        second.step()
+        trained.state()
+
+
+@pytest.mark.parametrize("build", [in_ddp, in_fsdp])
+def test_a_state_is_taken_after_the_step_of_an_optimizer_that_replaces_another(
+    transport: Transport, build: Any
+) -> None:
+    trained = build(transport)
+    for number in range(4):
+        if number == 2:
+            trained.optimizer = sgd(trained.model)
+        trained.backward(number)
+        trained.optimizer.step()
+        trained.state()
