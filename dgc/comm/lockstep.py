@@ -277,6 +277,12 @@ def _signature(request: Request) -> tuple[object, ...]:
 def execute(requests: Sequence[Any]) -> list[Reply]:
     """Return the replies to one request of each rank, ordered by rank in the group."""
     size = len(requests)
+    for request in requests:
+        if isinstance(request, AllGather | AllToAll | ReduceScatter) and request.tensor.dim() != 1:
+            raise LockstepError(
+                f"{type(request).__name__} takes a one-dimensional tensor, not one of shape "
+                f"{tuple(request.tensor.shape)}"
+            )
     match requests[0]:
         case AllReduce(_, op):
             total = reduce_in_order([r.tensor for r in requests], op)

@@ -410,3 +410,13 @@ def test_all_reduce_leaves_tensors_as_they_are_and_objects_may_be_uneven_and_a_b
     for size in (1, 2, 3):
         arrived.clear()
         assert LockstepWorld(size).run(gathered) == [([*map(of, range(size))], [of(0), of(size - 1)])] * size
+
+
+@pytest.mark.parametrize(
+    "request_of",
+    [comm.AllGather, lambda tensor: comm.AllToAll(tensor, (1, 1)), comm.ReduceScatter],
+    ids=["AllGather", "AllToAll", "ReduceScatter"],
+)
+def test_a_tensor_of_two_dimensions_is_refused_as_the_network_does(request_of: Any) -> None:
+    with pytest.raises(LockstepError, match="takes a one-dimensional tensor, not one of shape"):
+        converse(LockstepWorld(2), [request_of(torch.ones(2, 2)) for _ in range(2)])
