@@ -1,4 +1,4 @@
-"""The parts of `benchmarks.gpu`: workloads, host operations of a step, laws, and the table.
+"""The parts of `benchmarks.gpu`: workloads, host operations of a step, invariants, and the table.
 
 Workloads are codecs, whole steps of methods without a network, and a training step. Host operations are kernels
 launched, and waits for the device. Invariants are the tests of the Triton kernels on a real device

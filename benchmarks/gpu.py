@@ -1,12 +1,12 @@
-"""The Triton backend on a real GPU: correctness (laws) and the cost of its steps, in one run of ten minutes.
+"""The Triton backend on a real GPU: correctness (invariants) and the cost of its steps, in one run of ten minutes.
 
     make gpu        or        python -m benchmarks.gpu
 
 It needs CUDA, PyTorch and Triton, but no Horovod, no MPI and no network. --dry-run needs no GPU: everything runs
-once, small, in Triton's interpreter and over Gloo. docs/gpu.md describes laws, table and targets. The laws take at
-most half of the time. GB/s count the minimum memory traffic of a step (DGC 20 bytes per parameter; PowerSGD
-16: the gradient and the error read, the error and the result written), and `/ copy` compares its time with the
-time of a copy of as many bytes.
+once, small, in Triton's interpreter and over Gloo. docs/gpu.md describes the invariants, the table and the
+targets. The invariants take at most half of the time. GB/s count the minimum memory traffic of a step (DGC 20
+bytes per parameter; PowerSGD 16: the gradient and the error read, the error and the result written), and `/ copy`
+compares its time with the time of a copy of as many bytes.
 
 What fails is printed with its name, and the rest goes on. After --minutes nothing begins, and what is left is
 listed. --write puts the table into docs/gpu.md. If anything failed, the exit status is 1. --launches prints only

@@ -1,4 +1,4 @@
-"""The laws of compressors, checked with simulated ranks in one process. docs/extending.md shows their use.
+"""The invariants of compressors, checked with simulated ranks in one process. docs/extending.md shows their use.
 
 equal replicas    every rank gets the same mean gradient, bit for bit
 nothing lost      mean over ranks of (gradient + old error) = mean gradient + mean over ranks of new error
@@ -72,7 +72,7 @@ def flat(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def check_compressor(make: Make, *, conserves: bool = True, tolerance: float = ROUNDING) -> None:
-    """Checks the laws with 1, 2 and 3 ranks.
+    """Checks the invariants with 1, 2 and 3 ranks.
 
     Args:
         make: Returns a new compressor.
@@ -81,7 +81,7 @@ def check_compressor(make: Make, *, conserves: bool = True, tolerance: float = R
         tolerance: Largest loss of a step, relative to the largest gradient plus error.
 
     Raises:
-        AssertionError: A law does not hold.
+        AssertionError: An invariant does not hold.
 
     Example:
         >>> check_compressor(lambda: SparseCompressor(0.5, "residual"))

@@ -115,20 +115,21 @@ class OneBitAdamCompressor(ChunkedSignsCompressor):
         """v = beta1 m + (1 - beta1) g + e, in a new tensor."""
         assert self._owner is not None
         v = zeros(bucket)
-        first = kernels.of(v).selection.accumulate_(kernels.PassInputs(bucket.gradients, None, v))
+        first_nonfinite = kernels.of(v).selection.accumulate_(kernels.PassInputs(bucket.gradients, None, v))
         bucket.release()
         momenta = self._owner.momentum_of([self._parameters[s.name] for s in bucket.segments])
         self._check_unchanged(state, [m for _, m in momenta])
         for s, (beta1, m) in zip(bucket.segments, momenta, strict=True):
             s.of(v).lerp_(m.to(torch.float32), beta1)
-        return v.add_(state.errors["errors"]), first
+        return v.add_(state.errors["errors"]), first_nonfinite
 
     def _check_unchanged(self, state: MomentumState, momenta: Sequence[Tensor]) -> None:
         """Warn if the optimizer did not get the momentum that the last exchange delivered."""
         if self._checks <= 0 or state.delivered is None:
             return
-        first, version, delivered = state.delivered
-        if first is not momenta[0] or first._version == version:  # it was loaded, or there was no step
+        first_momentum, version, delivered = state.delivered
+        # it was loaded, or there was no step
+        if first_momentum is not momenta[0] or first_momentum._version == version:
             return
         self._checks -= 1
         heads = _heads(momenta)

@@ -76,7 +76,7 @@ class TwoPhaseCompressor(Compressor):
     Args:
         bits (int): bits per element of what a rank sends of its gradients, 8 or 4.
         block (int, optional): elements that share a scale: 64, 128, 256 or 512. None: 256 with 8 bits, 128 with 4.
-        answer_bits (int, optional): bits per element of the means, 8 or 4. None: as `bits`.
+        answer_bits (int, optional): bits per element of the second phase, 8 or 4. None: as `bits`.
         error_feedback (bool): keep what is not sent, in both directions, and add it to the next step's.
         hadamard (bool): transform each 64 elements before they are rounded, which spreads large ones. Useful with
             4 bits.
@@ -144,12 +144,12 @@ class TwoPhaseCompressor(Compressor):
         if keep:
             v = state.errors["errors"]
             kept = own["errors"] if "errors" in own else torch.empty_like(v)
-            first = blocks.add_encode_(bucket.gradients, v, bounds, self.code, room, kept)
+            first_nonfinite = blocks.add_encode_(bucket.gradients, v, bounds, self.code, room, kept)
             bucket.release()
         else:
-            v, first = accumulated(bucket, state)
+            v, first_nonfinite = accumulated(bucket, state)
             blocks.encode_into_(v, bounds, self.code, room, None)
-        parts, nonfinite = yield from envelope.scatter_filled(rows, nbytes, first)
+        parts, nonfinite = yield from envelope.scatter_filled(rows, nbytes, first_nonfinite)
 
         served = state.served if isinstance(state, TwoPhaseState) else None
         unserved = None if served is None else own["served"] if "served" in own else torch.empty_like(served)

@@ -1,6 +1,7 @@
 """Methods outside the core: one file each, in plain PyTorch, against the same interface as methods of users.
 
-They keep the laws of `dgc.testing` and have no kernels of their own. The paper is in the docstring of each file.
+They keep the invariants of `dgc.testing` and have no kernels of their own. The docstring of each file names its
+paper.
 """
 
 from dgc.contrib.accordion import AccordionCompressor as AccordionCompressor

@@ -192,8 +192,8 @@ def divide(segments: Sequence[Segment], loads: Sequence[int]) -> list[int]:
 
 def make_bucket(name: str, named_tensors: Sequence[tuple[str, Tensor]]) -> Bucket:
     """Return a bucket of zeros for these tensors. They must share dtype and device."""
-    first = named_tensors[0][1]
-    return Bucket(name, lay_out(named_tensors), first.dtype, first.device)
+    first_tensor = named_tensors[0][1]
+    return Bucket(name, lay_out(named_tensors), first_tensor.dtype, first_tensor.device)
 
 
 def _stride_in_bucket(tensor: Tensor) -> tuple[int, ...]:

@@ -72,8 +72,8 @@ class ErrorFeedbackCompressor(Compressor):
         code = None if coder is None else self.code(bucket, state)
         if coder is not None and code is not None and coder.takes(code):
             return (yield from self._reduce_coded(coder, code, bucket, state))
-        v, first = accumulated(bucket, state)
-        mean, kept, nonfinite = yield from self.exchange(bucket, state, v, first)
+        v, first_nonfinite = accumulated(bucket, state)
+        mean, kept, nonfinite = yield from self.exchange(bucket, state, v, first_nonfinite)
         bucket.flat.copy_(mean)
         return self._outcome(bucket, state, DenseResult(first_nonfinite_message(bucket, nonfinite)), kept)
 
@@ -151,9 +151,9 @@ def accumulated(bucket: Bucket, state: State) -> tuple[Vector, Position]:
     gradients = bucket.gradients
     if "errors" in state.errors:
         v = state.errors["errors"]
-        first = kernels.of(v).selection.accumulate_(kernels.PassInputs(gradients, None, v))
+        first_nonfinite = kernels.of(v).selection.accumulate_(kernels.PassInputs(gradients, None, v))
         bucket.release()
-        return v, first
+        return v, first_nonfinite
     bucket.release()  # the bucket's own memory takes v, and would copy them
     v = place_of_mean(bucket)
     return v, kernels.of(v).selection.assign_(gradients, v)
@@ -165,21 +165,23 @@ def clone(v: Vector, state: State) -> Vector:
     return v.clone() if memory is None else memory.copy_(v)
 
 
-def join(header: Float32[Tensor, "length"], codes: Codes) -> UInt8[Tensor, "both"]:
+def join(header: Float32[Tensor, "length"], codes: Codes) -> UInt8[Tensor, "total"]:
     """The bytes of a header, followed by codes."""
     return torch.cat([header.contiguous().view(torch.uint8), codes])
 
 
-def split(both: UInt8[Tensor, "both"], length: int) -> tuple[Float32[Tensor, "length"], Codes]:
+def split(joined: UInt8[Tensor, "total"], length: int) -> tuple[Float32[Tensor, "length"], Codes]:
     """Inverse of `join` for a header of `length` floats, which is copied because it may be unaligned."""
     edge = 4 * length
-    return both[:edge].clone().view(torch.float32), both[edge:]
+    return joined[:edge].clone().view(torch.float32), joined[edge:]
 
 
 def split_all(
-    codes: Sequence[UInt8[Tensor, "both"]], length: int
+    codes: Sequence[UInt8[Tensor, "total"]], length: int
 ) -> tuple[Float32[Tensor, "ranks length"], list[Codes]]:
     """The headers of all ranks, and their codes."""
     edge = 4 * length
-    headers = torch.stack([both[:edge] for both in codes]).view(-1).view(torch.float32).view(len(codes), length)
-    return headers, [both[edge:] for both in codes]
+    headers = (
+        torch.stack([joined[:edge] for joined in codes]).view(-1).view(torch.float32).view(len(codes), length)
+    )
+    return headers, [joined[edge:] for joined in codes]

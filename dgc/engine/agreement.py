@@ -67,8 +67,8 @@ def check_settings(transport: Transport, name: str, **settings: object) -> None:
     """
     own = describe(**settings)
     digest = crc32(repr(own).encode())
-    both = torch.tensor([digest, -digest], dtype=torch.int64)
-    largest = all_reduce(transport, both, "max", f"{name}.digest").tolist()
+    digests = torch.tensor([digest, -digest], dtype=torch.int64)
+    largest = all_reduce(transport, digests, "max", f"{name}.digest").tolist()
     if largest == [digest, -digest]:
         return
     _raise_first_difference(all_gather_object(transport, own, name), "every rank needs the same settings")
@@ -206,11 +206,11 @@ def _parts(obj: Any) -> list[tuple[str, Any]] | None:
         return None
     own = dict(getattr(obj, "__dict__", {}))
     own |= {name: getattr(obj, name) for name in slots if hasattr(obj, name)}
-    shared: dict[str, Any] = {}
+    of_classes: dict[str, Any] = {}
     for kind in reversed(kinds):
-        shared |= vars(kind)
-    plain = {name: value for name, value in shared.items() if isinstance(value, PLAIN) and name[:2] != "__"}
-    fixed = {name: value for name, value in own.items() if not isinstance(shared.get(name), cached_property)}
+        of_classes |= vars(kind)
+    plain = {name: value for name, value in of_classes.items() if isinstance(value, PLAIN) and name[:2] != "__"}
+    fixed = {name: value for name, value in own.items() if not isinstance(of_classes.get(name), cached_property)}
     # public attributes first, so that an error names a public one if possible
     named = sorted((plain | fixed).items(), key=lambda item: item[0].startswith("_"))
     return [(f".{name}", value) for name, value in named]

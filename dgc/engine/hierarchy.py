@@ -11,7 +11,7 @@ Each rank thus carries 1/L of the traffic between machines and of the residual. 
 that methods that need matrices work. Shares are balanced over all buckets; one may be empty.
 
 The number of rounds between machines may differ between shares, for example if one has no matrix. All ranks yield
-the same number of rounds nevertheless, so that messages are issued in the same order everywhere: the last round
+the same number of rounds nevertheless, so that messages are issued in the same order on all ranks: the last round
 begins after as many rounds as the longest share needed in the last step. A rank that needs more reports it in the
 last round, which is then repeated.
 
@@ -210,12 +210,12 @@ class HierarchicalCompressor(Compressor):
         reports = [[RUNNING, 0]]
         while any(rounds == RUNNING for rounds, _ in reports):
             # equal places on all ranks of a group must have equal requests: requests of all ranks come first
-            shared = self._shared(bucket, state, between)
-            replies = yield (*shared, *between.requests)
-            yield from between.resume(replies[len(shared) :])
-            gathered, *parts = replies[: len(shared)]
+            last_round = self._last_round(bucket, state, between)
+            replies = yield (*last_round, *between.requests)
+            yield from between.resume(replies[len(last_round) :])
+            gathered, *parts = replies[: len(last_round)]
             reports = yield from open_numbers(f"bucket {bucket.name} inside its machine", gathered, 2)
-            for request, part in zip(shared[1:], parts, strict=True):
+            for request, part in zip(last_round[1:], parts, strict=True):
                 request.tensor.copy_(part)
         rounds, reduced = max(rounds for rounds, _ in reports), between.result
         assert reduced is not None
@@ -249,7 +249,7 @@ class HierarchicalCompressor(Compressor):
         message = yield from check_means([(bucket, reduced.result)])
         return replace(reduced, result=replace(reduced.result, nonfinite=message))
 
-    def _shared(self, bucket: Bucket, state: ShareState, between: _Conversation) -> tuple[Any, ...]:
+    def _last_round(self, bucket: Bucket, state: ShareState, between: _Conversation) -> tuple[Any, ...]:
         """The requests of the last round: a report, and every share that is not empty."""
         result = None if between.result is None else between.result.result
         own = bucket.flat[state.bounds[self.place.local_rank] :][: state.share.numel]

@@ -608,16 +608,16 @@ def share_momentum(
     Raises:
         ValueError: The optimizer has none to give, differs between ranks, or needs sums in place of means.
     """
-    shared: dict[ExchangesMomentum, dict[str, Tensor]] = {}
+    by_compressor: dict[ExchangesMomentum, dict[str, Tensor]] = {}
     for plan in planned:
         if isinstance(plan.compressor, ExchangesMomentum):
             names = (s.name for s in plan.bucket.segments)
-            shared.setdefault(plan.compressor, {}).update(zip(names, plan.parameters, strict=True))
-    if not shared:
+            by_compressor.setdefault(plan.compressor, {}).update(zip(names, plan.parameters, strict=True))
+    if not by_compressor:
         return
     groups = [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
     check_settings(transport, "optimizer", optimizer=optimizer, param_groups=groups)
-    kind = " and ".join(sorted({type(compressor).__name__ for compressor in shared}))
+    kind = " and ".join(sorted({type(compressor).__name__ for compressor in by_compressor}))
     if not isinstance(optimizer, MomentumOwner):
         raise ValueError(
             f"{kind} exchanges the momentum of the optimizer, and {type(optimizer).__name__} does not share its "
@@ -625,6 +625,6 @@ def share_momentum(
         )
     if factor != 1:
         raise ValueError(f"{kind} exchanges means of momentum: use op='average', and a learning rate for it")
-    optimizer.receive_momentum_of([p for parameters in shared.values() for p in parameters.values()])
-    for compressor, parameters in shared.items():
+    optimizer.receive_momentum_of([p for parameters in by_compressor.values() for p in parameters.values()])
+    for compressor, parameters in by_compressor.items():
         compressor.exchange_momentum_of(optimizer, parameters)

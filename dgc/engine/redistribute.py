@@ -51,24 +51,24 @@ def blend(states: Mapping[int, Any], weights: Mapping[int, Fraction], where: str
         ValueError: with the key, if values differ and cannot be summed.
     """
     parts = [states[rank] for rank in weights]
-    first = parts[0]
-    if any(type(part) is not type(first) for part in parts):
+    first_part = parts[0]
+    if any(type(part) is not type(first_part) for part in parts):
         raise ValueError(f"{where} has different types on the ranks that saved it")
-    if isinstance(first, dict):
-        if any(part.keys() != first.keys() for part in parts):
+    if isinstance(first_part, dict):
+        if any(part.keys() != first_part.keys() for part in parts):
             raise ValueError(f"{where} has different keys on the ranks that saved it")
-    if isinstance(first, list | tuple) and any(len(part) != len(first) for part in parts):
+    if isinstance(first_part, list | tuple) and any(len(part) != len(first_part) for part in parts):
         raise ValueError(f"{where} has different lengths on the ranks that saved it")
-    if isinstance(first, dict | list | tuple):
-        keys = first if isinstance(first, dict) else range(len(first))
+    if isinstance(first_part, dict | list | tuple):
+        keys = first_part if isinstance(first_part, dict) else range(len(first_part))
         own = {key: {rank: states[rank][key] for rank in weights} for key in keys}
         mixed = {key: blend(of_key, weights, f"{where}.{key}") for key, of_key in own.items()}
-        return mixed if isinstance(first, dict) else type(first)(mixed.values())
-    if isinstance(first, Tensor):
+        return mixed if isinstance(first_part, dict) else type(first_part)(mixed.values())
+    if isinstance(first_part, Tensor):
         return _blend_tensors(parts, [float(weight) for weight in weights.values()], where)
-    if any(part != first for part in parts):
+    if any(part != first_part for part in parts):
         raise ValueError(f"{where} differs between the ranks that saved it and is not a tensor: {parts}")
-    return first
+    return first_part
 
 
 def merge(parts: Sequence[Any], where: str = "state") -> Any:
@@ -79,19 +79,19 @@ def merge(parts: Sequence[Any], where: str = "state") -> Any:
     Raises:
         ValueError: with the key, if values differ and are not numbers.
     """
-    first = parts[0]
+    first_part = parts[0]
     if all(isinstance(part, dict) for part in parts):
         keys = dict.fromkeys(key for part in parts for key in part)
         return {key: merge([part[key] for part in parts if key in part], f"{where}.{key}") for key in keys}
     if all(type(part) in (int, float) for part in parts):
         return max(parts)
-    if isinstance(first, Tensor) and all(isinstance(part, Tensor) for part in parts):
-        same = all(torch.equal(part, first) for part in parts)
+    if isinstance(first_part, Tensor) and all(isinstance(part, Tensor) for part in parts):
+        same = all(torch.equal(part, first_part) for part in parts)
     else:
-        same = all(type(part) is type(first) and part == first for part in parts[1:])
+        same = all(type(part) is type(first_part) and part == first_part for part in parts[1:])
     if not same:
         raise ValueError(f"{where} differs between ranks of one machine")
-    return first
+    return first_part
 
 
 def select(state: Any, part: ResidualPart) -> Any:
@@ -201,13 +201,13 @@ def _common_identity(known: Sequence[Identity]) -> Identity:
 
 
 def _blend_tensors(parts: list[Tensor], weights: list[float], where: str) -> Tensor:
-    first = parts[0]
-    if any(part.shape != first.shape or part.dtype != first.dtype for part in parts):
+    first_part = parts[0]
+    if any(part.shape != first_part.shape or part.dtype != first_part.dtype for part in parts):
         raise ValueError(f"{where} has different shapes or types on the ranks that saved it")
-    if all(torch.equal(part, first) for part in parts):
-        return first.clone()
-    if not first.is_floating_point():
+    if all(torch.equal(part, first_part) for part in parts):
+        return first_part.clone()
+    if not first_part.is_floating_point():
         raise ValueError(f"{where} differs between the ranks that saved it and is not a floating-point tensor")
     total = sum(weight * part.double() for weight, part in zip(weights, parts, strict=True))
     assert isinstance(total, Tensor)
-    return total.to(first.dtype)
+    return total.to(first_part.dtype)

@@ -220,14 +220,14 @@ def compare_states(transport: Transport, step: int, common: Mapping[str, int]) -
     """
     # the name is shown where a rank waits for others
     states = all_gather_object(transport, (step, common), "load_compression_state_dict_on_every_rank")
-    first: dict[str, tuple[int, int]] = {}
+    first_seen: dict[str, tuple[int, int]] = {}
     ranks: dict[int, list[str]] = {}
     for rank, (other, _) in enumerate(states):
         ranks.setdefault(other, []).append(str(rank))
     if len(ranks) == 1:
         for rank, (_, digests) in enumerate(states):
             for key, digest in digests.items():
-                other, expected = first.setdefault(key, (rank, digest))
+                other, expected = first_seen.setdefault(key, (rank, digest))
                 if digest != expected:
                     raise ValueError(
                         f"ranks {other} and {rank} have loaded states with factors of different parameters: "

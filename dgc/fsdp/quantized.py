@@ -164,10 +164,12 @@ class _ReduceScatter(_Collective):
             is_stored = owner.error == "float32"  # as it is
             residual = torch.empty_like(v) if is_stored else owner.memory("residual", v) if owner.error else None
             payload, room = blank(ranks, layout.row_bytes, v)
-            first = backend.blocks.add_encode_((input_tensor,), v, layout.rows, layout.code, room, residual)
+            first_nonfinite = backend.blocks.add_encode_(
+                (input_tensor,), v, layout.rows, layout.code, room, residual
+            )
             if residual is not None:
                 self.changed = self.stored(residual)
-            self._envelope.seal_rows_(payload, first)
+            self._envelope.seal_rows_(payload, first_nonfinite)
         arrived, works = torch.empty_like(payload), list[dist.Work]()
         with owner.meter.timing("launch", self._what):
             if payload.is_cpu:
@@ -253,10 +255,10 @@ class _AllGather(_Collective):
         backend = kernels.of(input_tensor)
         with owner.meter.timing("compress", self._what):
             v = torch.empty(layout.numel, dtype=torch.float32, device=input_tensor.device)
-            first = backend.selection.assign_((input_tensor,), v)
+            first_nonfinite = backend.selection.assign_((input_tensor,), v)
             (payload,), room = blank(1, layout.row_bytes, v)
             backend.blocks.encode_(v, layout.row, layout.code, room, False)
-            self._envelope.seal_(payload, first)
+            self._envelope.seal_(payload, first_nonfinite)
         arrived = payload.new_empty(layout.ranks, payload.numel())
         with owner.meter.timing("launch", self._what):
             work = dist.all_gather_single(arrived.view(-1), payload, group=group, async_op=payload.is_cpu)

@@ -306,8 +306,8 @@ def parameter_groups(
         module.reshard()  # after a forward pass the outermost module has gathered parameters in their place
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     if ranks is None:
-        first = next((p for p in names if isinstance(p, DTensor)), None)
-        ranks = [] if first is None else first.device_mesh.mesh.flatten().tolist()
+        first_sharded = next((p for p in names if isinstance(p, DTensor)), None)
+        ranks = [] if first_sharded is None else first_sharded.device_mesh.mesh.flatten().tolist()
     groups = [ParameterGroup(label, module, names, ranks, mesh) for label, module in sharded.values()]
     for group in groups:
         group.check_free()

@@ -124,9 +124,9 @@ class HierarchicalGossip(Gossip):
         for p in self.model.parameters:
             if p.grad is not None:
                 digest = crc32(as_bytes(p.grad.to_dense().cpu().contiguous()).numpy().tobytes(), digest)
-        both = torch.tensor([digest, -digest], dtype=torch.int64)
+        digests = torch.tensor([digest, -digest], dtype=torch.int64)
         # a copy, in which the transport may store the reply
-        if not torch.equal(self._run_locally("digest", AllReduce(both.clone(), "max", group="local")), both):
+        if not torch.equal(self._run_locally("digest", AllReduce(digests.clone(), "max", group="local")), digests):
             raise ValueError(
                 "the ranks of a machine have different gradients, and averages_gradients=False: wrap the model in "
                 "DistributedDataParallel with the ranks of the machine as its process_group, or leave it True"
@@ -203,7 +203,7 @@ class HierarchicalGossip(Gossip):
 
     @property
     def island(self) -> int | None:  # type: ignore[override]
-        """The machine, if the algorithm between machines lets islands join."""
+        """The machine, if the algorithm between machines lets islands (groups of replicas) join."""
         return self.base.island
 
     def join(self) -> None:

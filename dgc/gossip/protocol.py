@@ -40,9 +40,9 @@ class Gossip(ABC):
         needs_common_start: Whether the ranks must begin with equal models.
         has_skipped: Whether the last step was left out because of a gradient of another rank.
         progress: Steps of all ranks together, as far as this rank has been informed. Only if asynchronous.
-        island: After `start`, the number of this rank's island: a rank, or the ranks of a machine that have one
-            model together. Islands may be lost and join while the others keep their states. None: no island can
-            join with these settings.
+        island: After `start`, the number of this rank's island. An island is a group of replicas: a rank, or the
+            ranks of a machine that have one model together. Islands may be lost and join while the others keep
+            their states. None: no island can join with these settings.
         compression: A Route, of pseudo-gradients, if it exchanges any.
     """
 
@@ -100,7 +100,7 @@ class Gossip(ABC):
         assert self._conversation is None, "synchronize_messages() must be called first"
 
     def join(self) -> None:
-        """Every rank of an island that has loaded the state of another one continues from the common model."""
+        """Continue from the common model, on every rank of an island that has loaded another island's state."""
         raise ValueError(f"no machine can join in mid-run with {type(self).__name__}")
 
     def flush(self) -> None:

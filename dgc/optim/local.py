@@ -241,7 +241,7 @@ class LocalOptimizer(Wrapper):
 
     def _compare_starts(self, found: Sequence[tuple[int, int | None, bool]]) -> None:
         """found: of each rank its shard, the digest of its start, and whether its parameters were replaced."""
-        first: dict[int, tuple[int, int]] = {}
+        first_seen: dict[int, tuple[int, int]] = {}
         for rank, (shard, digest, is_replaced) in enumerate(found):
             if is_replaced:
                 raise ValueError(
@@ -250,7 +250,7 @@ class LocalOptimizer(Wrapper):
                 )
             if digest is None:
                 continue
-            other, expected = first.setdefault(shard, (rank, digest))
+            other, expected = first_seen.setdefault(shard, (rank, digest))
             if digest != expected and self.method.needs_common_start:
                 raise ValueError(
                     f"rank {rank} has another model at the first step than rank {other}: load the same weights on "
@@ -287,8 +287,10 @@ class LocalOptimizer(Wrapper):
         sums = torch.stack([values.sum(dtype=torch.float32) for _, values in named])
         if bool(sums.isfinite().all()):
             return None
-        first = next((name for name, values in named if not bool(values.isfinite().all())), None)
-        return None if first is None else f"the gradient of {first} on rank {self._ranks.rank} has NaN or inf"
+        nonfinite = next((name for name, values in named if not bool(values.isfinite().all())), None)
+        return (
+            None if nonfinite is None else f"the gradient of {nonfinite} on rank {self._ranks.rank} has NaN or inf"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank's optimizer."""

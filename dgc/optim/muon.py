@@ -248,8 +248,8 @@ class MuonWithAdamW(Optimizer):
 
 def _kinds(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
     """Whether each group is of Muon, and its parts. Some checkpoints have lists in place of tuples."""
-    both = [(group.get("muon"), group.get("parts")) for group in groups]
-    return [(is_muon, list(parts) if isinstance(parts, Sequence) else parts) for is_muon, parts in both]
+    settings = [(group.get("muon"), group.get("parts")) for group in groups]
+    return [(is_muon, list(parts) if isinstance(parts, Sequence) else parts) for is_muon, parts in settings]
 
 
 def _check_group(group: Mapping[str, Any]) -> None:

@@ -97,10 +97,14 @@ class Wrapper(HasGatheredState, Optimizer):
     def join(self) -> None:
         """Continue as an island that joins or returns, from the common model and without a residual.
 
+        An island is a group of replicas: a rank, or the ranks of a machine that have one model together.
         Load the state of another island before, with allow_other_rank=True. Call it on every rank of the island,
         before zero_grad().
         """
-        raise ValueError(f"no island can join in mid-run with {self!r}: use `dgc.local.OuterSteps` without a base")
+        raise ValueError(
+            f"no island (a group of replicas) can join in mid-run with {self!r}: use `dgc.local.OuterSteps` "
+            "without a base"
+        )
 
     def close(self) -> None:
         """Release the parameters and the connection to the other ranks. Collective."""

@@ -123,12 +123,12 @@ class ChunkCompressor(SparseCompressor):
         if state.dense:
             return (yield from self._reduce_dense(bucket, state, inputs, replaced))
         v, backend = inputs.v, kernels.of(inputs.v)
-        first = backend.selection.accumulate_(inputs)
-        first = first if replaced is None else replaced.minimum(first)
+        first_nonfinite = backend.selection.accumulate_(inputs)
+        first_nonfinite = first_nonfinite if replaced is None else replaced.minimum(first_nonfinite)
         bucket.release()  # the gradients are accumulated and need no copy
         chunks = divide(bucket.numel, self.chunk_size, state.exchange.payload.ratio)
         norms = backend.selection.moments(v, state.constants["bounds"]).magnitudes.float()
-        sums, nonfinite = yield from state.exchange.envelope.reduce(norms, first, "sum")
+        sums, nonfinite = yield from state.exchange.envelope.reduce(norms, first_nonfinite, "sum")
         if invalid := first_nonfinite_message(bucket, nonfinite):
             return Reduced(DenseResult(invalid), state, dropped=state)  # every rank drops the step
         chosen = largest(sums, chunks.sent)

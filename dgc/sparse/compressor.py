@@ -132,8 +132,10 @@ class SparseCompressor(Compressor):
         """Add the gradient to the residual, select, and encode. replaced: as in `_reduce_dense`."""
         assert state.plan is not None
         selection = self.selector.select(inputs, state.plan, seed)
-        first = selection.first_nonfinite if replaced is None else replaced.minimum(selection.first_nonfinite)
-        return state.exchange.encode(selection.elements, first)
+        first_nonfinite = selection.first_nonfinite
+        if replaced is not None:
+            first_nonfinite = replaced.minimum(first_nonfinite)
+        return state.exchange.encode(selection.elements, first_nonfinite)
 
     def _repeats(self, state: SparseState, inputs: PassInputs) -> bool:
         """Whether a step is like the one before it: not the first one of a ratio, or after a dropped one."""
@@ -185,14 +187,14 @@ class SparseCompressor(Compressor):
         self, bucket: Bucket, state: SparseState, inputs: PassInputs, replaced: Position | None
     ) -> Conversation[Reduced]:
         """Sends all of v. replaced: the first non-finite element, if the gradient was clipped."""
-        v, first = inputs.v, kernels.of(inputs.v).selection.accumulate_(inputs)
-        first = first if replaced is None else replaced.minimum(first)
+        v, first_nonfinite = inputs.v, kernels.of(inputs.v).selection.accumulate_(inputs)
+        first_nonfinite = first_nonfinite if replaced is None else replaced.minimum(first_nonfinite)
         values = self.format.values.dense.quantize(v, state.size, bucket.dtype)
         errors = {table: v - values.float() for table in state.errors}
         # The reply may overwrite its message. The state needs v until the step is known to be valid.
         bucket.release()  # the gradients are accumulated and need no copy
         message = bucket.flat.copy_(values) if values.dtype == bucket.dtype else values.clone()
-        mean, nonfinite = yield from state.exchange.envelope.reduce(message, first)
+        mean, nonfinite = yield from state.exchange.envelope.reduce(message, first_nonfinite)
         bucket.flat.copy_(mean)
         result = DenseResult(first_nonfinite_message(bucket, nonfinite))
         return Reduced(result, state.changed(errors=errors), dropped=state)

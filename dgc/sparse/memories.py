@@ -137,10 +137,10 @@ class Memory(ABC):
 
         Returns the index of the first element that was either, or n if there is none.
         """
-        first = remove_nonfinite_(bucket.flat)
+        first_nonfinite = remove_nonfinite_(bucket.flat)
         if self.gradient_clipping is not None:
             yield from self.gradient_clipping.clip(bucket)
-        return first
+        return first_nonfinite
 
 
 class DGCSGDMemory(Memory):

@@ -139,7 +139,7 @@ def result_of(bucket: Bucket, merged: Merged, nonfinite: Sequence[int]) -> Conve
 BEYOND = 2**31 - 1  # larger than any index
 
 
-def live(x: SparseVector) -> Bool[Tensor, "capacity"]:
+def valid_entries(x: SparseVector) -> Bool[Tensor, "capacity"]:
     """A mask of the valid entries."""
     return torch.arange(x.indices.numel(), dtype=torch.int64, device=x.indices.device) < x.count
 
@@ -153,18 +153,19 @@ def total_of(parts: Sequence[SparseVector], numel: int) -> SparseVector:
 def largest_of(x: SparseVector, k: int) -> SparseVector:
     """The k elements of largest magnitude, of equal ones the first. Zeros are left out."""
     # never fewer elements than slots
-    values = torch.nn.functional.pad(torch.where(live(x), x.values, 0.0), (0, k))
+    values = torch.nn.functional.pad(torch.where(valid_entries(x), x.values, 0.0), (0, k))
     ends = torch.tensor([0, values.numel()], dtype=torch.int64, device=values.device)
     budget = Budget(ends, torch.full((1,), k, dtype=torch.int64, device=values.device), k)
     chosen = kernels.of(values).selection.select(values, budget).elements
     indices = torch.nn.functional.pad(x.indices, (0, k))[chosen.indices.long()]
-    return SparseVector(torch.where(live(chosen), indices, 0), chosen.values, chosen.count)
+    return SparseVector(torch.where(valid_entries(chosen), indices, 0), chosen.values, chosen.count)
 
 
-def shared(x: SparseVector, other: SparseVector) -> SparseVector:
+def at_common_indices(x: SparseVector, other: SparseVector) -> SparseVector:
     """The elements of x at indices that `other` has too. Indices ascend in both."""
-    wanted = torch.nn.functional.pad(torch.where(live(other), other.indices, BEYOND), (0, 1), value=BEYOND)
-    found = live(x) & (wanted[torch.searchsorted(wanted, x.indices)] == x.indices)
+    wanted = torch.where(valid_entries(other), other.indices, BEYOND)
+    wanted = torch.nn.functional.pad(wanted, (0, 1), value=BEYOND)
+    found = valid_entries(x) & (wanted[torch.searchsorted(wanted, x.indices)] == x.indices)
     indices, order = torch.where(found, x.indices, BEYOND).sort()
     indices = torch.where(indices < BEYOND, indices, 0)
     return SparseVector(indices, x.values[order], found.sum(dtype=torch.int32))
@@ -172,7 +173,7 @@ def shared(x: SparseVector, other: SparseVector) -> SparseVector:
 
 def subtract(x: SparseVector, part: SparseVector) -> SparseVector:
     """x - part, at the indices of x. The indices of `part` must be among them."""
-    at = torch.searchsorted(torch.where(live(x), x.indices, BEYOND), part.indices).to(torch.int32)
+    at = torch.searchsorted(torch.where(valid_entries(x), x.indices, BEYOND), part.indices).to(torch.int32)
     rest = x.values.clone()
     kernels.of(rest).selection.remove_sent_(SparseVector(at, part.values, part.count), None, rest)
     return SparseVector(x.indices, rest, x.count)
@@ -212,7 +213,7 @@ class Regions:
         """The elements of each region by place: at most `capacity` ones, the largest, of equal ones the first."""
         index, values = elements.indices.long(), elements.values
         numbers = torch.arange(index.numel(), dtype=torch.int64, device=index.device)
-        region = torch.where(live(elements), index // BLOCK % self.size, self.size)
+        region = torch.where(valid_entries(elements), index // BLOCK % self.size, self.size)
         # floats of one sign have the order of their bits
         by_magnitude = (region << 32) - values.abs().view(torch.int32)
         order = by_magnitude.argsort(stable=True)
@@ -339,10 +340,10 @@ class ReduceScatterExchange(SparseExchange):
         parts, _ = yield from self.decode(received, kept, bounds)
 
         result = regions.join(parts)
-        rest = shared(subtract(total, own.sent), own.sent)
+        rest = at_common_indices(subtract(total, own.sent), own.sent)
         indices = regions.index_of(rest.indices.long(), self.rank).to(torch.int32)
         returned = SparseVector(indices, rest.values, rest.count)
-        return (yield from self.mean_of(bucket, [result], nonfinite)), shared(sent, result), returned
+        return (yield from self.mean_of(bucket, [result], nonfinite)), at_common_indices(sent, result), returned
 
 
 def capacities(k: int, numel: int, size: int) -> tuple[int, int]:

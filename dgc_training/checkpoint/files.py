@@ -52,7 +52,7 @@ class Loaded:
 
     If it was saved on a different number of ranks, `own` has only "compression": this rank's share of their
     residual. redistributed: whether `own["compression"]` comes from other ranks or machines. islands: which
-    ranks stay, are lost or join, if islands can join.
+    ranks stay, are lost or join, if islands (groups of replicas) can join.
     """
 
     name: str

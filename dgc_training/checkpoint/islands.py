@@ -1,10 +1,10 @@
 """The states of islands that may be lost, join and return, each with a state of its own (`dgc.local`).
 
-An island is a rank, or the ranks of a machine that have one model together. An island that stays keeps the state
-that it has saved, unchanged. The state of an island that is lost is lost too. An island without a state, because
-it is new or its disk is, joins: each of its ranks gets the state of its counterpart in another island, and the
-optimizer leaves out what is that island's own (`Wrapper.join`). The files need not be on a disk that all machines
-share.
+An island is a group of replicas: a rank, or the ranks of a machine that have one model together. An island that
+stays keeps the state that it has saved, unchanged. The state of an island that is lost is lost too. An island
+without a state, because it is new or its disk is, joins: each of its ranks gets the state of its counterpart in
+another island, and the optimizer leaves out what is that island's own (`Wrapper.join`). The files need not be on a
+disk that all machines share.
 """
 
 from collections.abc import Callable, Mapping, Sequence

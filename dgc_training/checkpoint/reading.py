@@ -39,7 +39,8 @@ def check_file(path: Path, expected: Any) -> None:
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Returns {"size": ranks, "files": {name: fingerprint}, "machines": by rank, the number of its island}.
 
-    On two levels that is the number of the machine whose residual the rank had a part of.
+    An island is a group of replicas. On two levels the number is the number of the machine whose residual the rank
+    had a part of.
 
     Raises ValueError if the manifest is not valid.
     """

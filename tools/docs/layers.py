@@ -33,7 +33,7 @@ BOXES: list[tuple[str, list[tuple[str, str, str | None]]]] = [
             ("optim", "optimizers", None),
             ("ddp", "hook of DDP", None),
             ("aggregate", "lists of gradients", None),
-            ("testing", "laws", None),
+            ("testing", "invariants", None),
             ("engine", "one step of any method", None),
         ],
     ),

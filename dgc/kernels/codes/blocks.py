@@ -111,9 +111,9 @@ class Blocks:
 
         g: one piece, or one for each segment. NaN and TOO_LARGE count as zero.
         """
-        first = self.selection.accumulate_(PassInputs(tuple(g), None, v))
+        first_nonfinite = self.selection.accumulate_(PassInputs(tuple(g), None, v))
         self.encode_into_(v, bounds, code, rows, kept)
-        return first
+        return first_nonfinite
 
     def add_sum_(self, rows: Sequence[Row], code: BlockCode, total: Padded) -> None:
         """Add to `total` the values of all rows, which are of the same blocks, in their order."""
@@ -131,10 +131,11 @@ class Blocks:
         row: Rows,
         kept: Padded | None,
     ) -> None:
-        """Encode z = served + the values of all rows, in their order, times `real`, into one row of `answer`.
+        """Encode the second phase: z = served + the values of all rows, in their order, times `real`, as one row.
 
-        It differs from `code` in its bits alone. None: nothing is added, nothing multiplied, nothing kept. chunk:
-        The bounds of z, one segment. kept: As for `encode_into_`, of z.
+        served: The residual of the second phase. answer: The code of the second phase. It differs from `code`, the
+        code of the first phase, in its bits alone. chunk: The bounds of z, one segment. kept: As for
+        `encode_into_`, of z. None: nothing is added, nothing multiplied, nothing kept.
         """
         blocks = rows[0].numel() // code.row_bytes(1)
         zeros = torch.zeros(blocks * code.size, dtype=torch.float32, device=row.device)

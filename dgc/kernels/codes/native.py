@@ -251,7 +251,7 @@ class NativeElementCoder(Native, ElementCoder):
     def measure_(self, code: ElementCode, g: tuple[Tensor, ...], v: Dense, adds: bool) -> Measured:
         bounds, found = code.bounds, torch.empty(code.bounds.numel() - 1, dtype=FP64)
         how = (v, adds, bounds, found.numel(), FOUND[code.scale], found, torch.get_num_threads())
-        first = self._library.dgc_measure(*pieces_of(g, v), *how)
+        first_nonfinite = self._library.dgc_measure(*pieces_of(g, v), *how)
         match code.scale:
             case Scale.NONZERO:
                 found = found > 0
@@ -262,7 +262,7 @@ class NativeElementCoder(Native, ElementCoder):
             case Scale.SPREAD:
                 found = code.factor * (found / bounds.diff().clamp(min=1)).sqrt()
         values = found.float()
-        return Measured(values[None], torch.full((1,), first, dtype=INT32))
+        return Measured(values[None], torch.full((1,), first_nonfinite, dtype=INT32))
 
     def encode(
         self,
@@ -341,8 +341,8 @@ class NativeBlocks(Native, Blocks):
     ) -> Int64[Tensor, ""]:
         pieces = list(map(Tensor.float, g))
         made = (*_in_rows(bounds, code, rows), kept, torch.get_num_threads())
-        first = self._library.dgc_blocks_add_encode(pieces, _checked(pieces, bounds), v, *made)
-        return torch.full((), first, dtype=INT64)
+        first_nonfinite = self._library.dgc_blocks_add_encode(pieces, _checked(pieces, bounds), v, *made)
+        return torch.full((), first_nonfinite, dtype=INT64)
 
     def add_sum_(self, rows: Sequence[Row], code: BlockCode, total: Padded) -> None:
         blocks, threads = total.numel() // code.size, torch.get_num_threads()

@@ -169,10 +169,12 @@ class LowRank:
         if sent is not None:
             self.remove_(v, batches, sent)
             padding.zero_()
-        first = self._kernels.accumulate_(PassInputs(tuple(g), None, own))
+        first_nonfinite = self._kernels.accumulate_(PassInputs(tuple(g), None, own))
         for batch, x, y in zip(batches, X, Y, strict=True):
             self.multiply(batch.of(v), x, even, y)
-        return torch.where(first < numel, first, v.numel()) if padding.numel() else first
+        if not padding.numel():
+            return first_nonfinite
+        return torch.where(first_nonfinite < numel, first_nonfinite, v.numel())
 
     def begin_(
         self,
@@ -190,11 +192,11 @@ class LowRank:
             cast: How they are sent. The other arguments are as in `refresh_`.
         """
         flat, Y = consecutive([batch.factor_shape("Q" if even else "P") for batch in batches], v.device)
-        first = self.refresh_(v, batches, sent, g, X, even, Y)
+        first_nonfinite = self.refresh_(v, batches, sent, g, X, even, Y)
         rest = v[batches[-1].offset + batches[-1].count * batches[-1].n * batches[-1].m if batches else 0 :]
         as_sent = cast.of(rest, cast.rest_limit)
         errors = None if as_sent is rest else rest - as_sent
-        return self._message(flat, Y, cast, (as_sent,), errors, first)
+        return self._message(flat, Y, cast, (as_sent,), errors, first_nonfinite)
 
     def project(
         self, v: Vector, batches: Batches, products: Products, X: Factors, even: bool, cast: Cast
@@ -224,7 +226,7 @@ class LowRank:
         cast: Cast,
         rest: tuple[Float[Tensor, "_"], ...] = (),
         errors: Vector | None = None,
-        first: Int64[Tensor, ""] | None = None,
+        first_nonfinite: Int64[Tensor, ""] | None = None,
     ) -> Message:
         as_sent = cast.of(flat, cast.limit)
         if as_sent is not flat:
@@ -232,7 +234,7 @@ class LowRank:
             parts = as_sent.float().split_with_sizes(sizes)
             Y = [part.view(y.shape) for part, y in zip(parts, Y, strict=True)]
         # a copy, because the transport owns the message
-        return Message(Y, torch.cat([as_sent, *rest]), errors, first)
+        return Message(Y, torch.cat([as_sent, *rest]), errors, first_nonfinite)
 
     def orthonormal(self, xs: Factors, whole: bool, epsilon: float, key: int) -> Factors:
         """Orthonormal rows with the span of the rows of each x, found without a choice by the host, if `fused`.

@@ -83,8 +83,8 @@ class NativeLowRank(Native, LowRank):
         pieces, table = list(map(Tensor.float, g)), (sizes.tobytes(), len(batches), factors, even)
         errors = (False, None) if sent is None else (True, sent.rounding_errors)
         rests = (begins.tobytes(), len(begins) - 1, *errors, torch.get_num_threads())
-        first = self._library.dgc_lowrank_first(v, v.numel(), *table, pieces, *rests)
-        return torch.full((), first, dtype=torch.int64)
+        first_nonfinite = self._library.dgc_lowrank_first(v, v.numel(), *table, pieces, *rests)
+        return torch.full((), first_nonfinite, dtype=torch.int64)
 
     def begin_(
         self,
@@ -103,8 +103,8 @@ class NativeLowRank(Native, LowRank):
         end = 0 if last is None else last.offset + last.count * last.n * last.m
         flat = torch.empty(sum(sizes), dtype=FP32)
         Y = list(map(Tensor.view, flat.split_with_sizes(sizes), shapes))
-        first = self.refresh_(v, batches, sent, g, X, even, Y)
-        return Message(Y, torch.cat([flat, v[end:]]), None, first)
+        first_nonfinite = self.refresh_(v, batches, sent, g, X, even, Y)
+        return Message(Y, torch.cat([flat, v[end:]]), None, first_nonfinite)
 
     def unit_rows(self, xs: Factors) -> tuple[list[Tensor], list[bool]]:
         units, usable = list(map(torch.empty_like, xs)), []

@@ -248,11 +248,11 @@ class Codec:
         words = torch.zeros(section.numel() // 4 + SPARE_WORDS, dtype=torch.int64, device=section.device)
         at, end = places_of(parameters, found.counts, BLOCKS[code.kind])
         low = found.gaps & (1 << parameters.unsqueeze(1)) - 1
-        add_fields_(words, torch.where(found.live, at, 0).view(-1), low.view(-1))
+        add_fields_(words, torch.where(found.is_valid, at, 0).view(-1), low.view(-1))
         if is_rice:
             ones = end + ((found.gaps >> parameters.unsqueeze(1)) + 1).view(-1).cumsum(0) - 1
-            live = found.live.view(-1)
-            add_fields_(words, torch.where(live, ones, 0), live.long())
+            is_valid = found.is_valid.view(-1)
+            add_fields_(words, torch.where(is_valid, ones, 0), is_valid.long())
         section.view(torch.int32).copy_(words.view(torch.int32)[: section.numel() // 2 : 2])  # the low halves
         section[: parameters.numel()] = parameters
         return sent
@@ -312,7 +312,7 @@ class Codec:
     ) -> tuple[Float32[Tensor, "capacity"], Bool[Tensor, ""]]:
         """Read fp32, fp16 or bf16 times scale. Returns (values, valid)."""
         given = section.view(dtype)
-        return first(given.float() * scale, count)
+        return first_values(given.float() * scale, count)
 
     def table_encode_(
         self,
@@ -340,8 +340,8 @@ class Codec:
         owner, values = owners(selection.indices, bounds), selection.values
         table, codes = parts_of(kind, section, segments, capacity)
         if kind == ValueKind.SIGN:
-            live = numbers(bounds, capacity) < selection.count
-            table.copy_(means_of(values.abs().double(), live, owner, segments).float())
+            is_valid = numbers(bounds, capacity) < selection.count
+            table.copy_(means_of(values.abs().double(), is_valid, owner, segments).float())
             codes.copy_(packed((values < 0).to(torch.uint8), 1))
         elif kind == ValueKind.INT8:
             largest = torch.zeros(segments, dtype=torch.float32, device=section.device)
@@ -353,13 +353,13 @@ class Codec:
             table.copy_(scales)
             codes.view(torch.int8).copy_((values / steps).round().clamp(-127, 127))
         else:
-            live, wide = numbers(bounds, capacity) < selection.count, values.double()
-            above = wide - means_of(wide, live, owner, segments)[owner]
-            deviations = means_of(torch.where(live, above * above, 0.0), live, owner, segments).sqrt()
+            is_valid, wide = numbers(bounds, capacity) < selection.count, values.double()
+            above = wide - means_of(wide, is_valid, owner, segments)[owner]
+            deviations = means_of(torch.where(is_valid, above * above, 0.0), is_valid, owner, segments).sqrt()
             width = (deviations * (r / 4))[owner]
             bins = (above >= -width).long() + (above >= 0).long() + (above >= width).long()
-            bins = torch.where(live, bins, 0)
-            table.copy_(means_of(wide, live, 4 * owner + bins, 4 * segments).float())
+            bins = torch.where(is_valid, bins, 0)
+            table.copy_(means_of(wide, is_valid, 4 * owner + bins, 4 * segments).float())
             codes.copy_(packed(bins.to(torch.uint8), 2))
         return self.table_decode(kind, section, selection.indices, selection.count, bounds)[0]
 
@@ -376,10 +376,10 @@ class Codec:
         owner = owners(indices, bounds)
         if kind == ValueKind.SIGN:
             magnitudes, negative = table[owner], unpacked(codes, 1, indices.numel())
-            return first(torch.where(negative > 0, -magnitudes, magnitudes), count)
+            return first_values(torch.where(negative > 0, -magnitudes, magnitudes), count)
         if kind == ValueKind.INT8:
-            return first(codes.view(torch.int8) * table[owner], count)
-        return first(table[4 * owner + unpacked(codes, 2, indices.numel())], count)
+            return first_values(codes.view(torch.int8) * table[owner], count)
+        return first_values(table[4 * owner + unpacked(codes, 2, indices.numel())], count)
 
 
 class MeanDecoder(ABC):
@@ -422,16 +422,16 @@ class Gaps:
 
     gaps: Int64[Tensor, "blocks block"]
     counts: Int64[Tensor, "blocks"]
-    live: Bool[Tensor, "blocks block"]
+    is_valid: Bool[Tensor, "blocks block"]
 
 
 def thin(selection: SparseVector, kept: Int64[Tensor, ""]) -> SparseVector:
     """Return `kept` elements of the selection, evenly spaced in order."""
     j = numbers(selection.indices, selection.indices.numel())
     which = (j * selection.count // kept.clamp(min=1)).clamp(max=max(0, j.numel() - 1))
-    live = j < kept
-    indices = torch.where(live, selection.indices[which], 0)
-    return SparseVector(indices, torch.where(live, selection.values[which], 0.0), kept.to(torch.int32))
+    is_valid = j < kept
+    indices = torch.where(is_valid, selection.indices[which], 0)
+    return SparseVector(indices, torch.where(is_valid, selection.values[which], 0.0), kept.to(torch.int32))
 
 
 def gaps_of(indices: Int32[Tensor, "capacity"], count: Int64[Tensor, ""] | Int32[Tensor, ""], block: int) -> Gaps:
@@ -484,11 +484,11 @@ def ascending(
     given: Int32[Tensor, "capacity"] | Int64[Tensor, "capacity"], count: Int32[Tensor, ""], numel: int
 ) -> tuple[Int32[Tensor, "capacity"], Bool[Tensor, ""]]:
     """Return the first `count` indices, then zeros, and whether there are so many, ascending and below numel."""
-    live = numbers(given, given.numel()) < count
+    is_valid = numbers(given, given.numel()) < count
     ordered = (given >= 0) & (given < numel)
     ordered[1:] &= given[1:] > given[:-1]
-    valid = (ordered | ~live).all() & (count >= 0) & (count <= given.numel())
-    return torch.where(live & ordered, given, 0).to(torch.int32), valid
+    valid = (ordered | ~is_valid).all() & (count >= 0) & (count <= given.numel())
+    return torch.where(is_valid & ordered, given, 0).to(torch.int32), valid
 
 
 def chunk_parts_of(
@@ -501,13 +501,13 @@ def chunk_parts_of(
 
 def chunks_encode_(selection: SparseVector, code: IndexCode, section: UInt8[Tensor, "nbytes"]) -> SparseVector:
     sizes, within = chunk_parts_of(section, code)
-    live = numbers(section, code.capacity) < selection.count
-    chunk = torch.where(live, selection.indices >> CHUNK_BITS, code.parameter).long()  # the last one: not sent
+    is_valid = numbers(section, code.capacity) < selection.count
+    chunk = torch.where(is_valid, selection.indices >> CHUNK_BITS, code.parameter).long()  # the last one: not sent
     counts = torch.zeros(code.parameter + 1, dtype=torch.int16, device=section.device)
     counts.index_add_(0, chunk, torch.ones_like(chunk, dtype=torch.int16))
     sizes.copy_(counts[: code.parameter].view(torch.uint8))
     low = torch.zeros(2 * within.shape[0], dtype=torch.int32, device=section.device)
-    low[: code.capacity] = torch.where(live, selection.indices & (CHUNK - 1), 0)
+    low[: code.capacity] = torch.where(is_valid, selection.indices & (CHUNK - 1), 0)
     pair = low[0::2] | (low[1::2] << CHUNK_BITS)
     for byte in range(3):
         within[:, byte] = ((pair >> (8 * byte)) & 255).to(torch.uint8)
@@ -533,9 +533,9 @@ def add_up(
 ) -> tuple[Int32[Tensor, "capacity"], Bool[Tensor, ""]]:
     """Return indices from gaps, zero beyond the count, and whether they are below numel."""
     indices = (gaps.clamp(0, numel) + 1).cumsum(0) - 1
-    live = numbers(gaps, gaps.numel()) < count
-    in_range = ((gaps >= 0) & (gaps <= numel) & (indices < numel)) | ~live
-    return torch.where(live, indices.clamp(0, max(0, numel - 1)), 0).to(torch.int32), valid & in_range.all()
+    is_valid = numbers(gaps, gaps.numel()) < count
+    in_range = ((gaps >= 0) & (gaps <= numel) & (indices < numel)) | ~is_valid
+    return torch.where(is_valid, indices.clamp(0, max(0, numel - 1)), 0).to(torch.int32), valid & in_range.all()
 
 
 def packed_bits(indices: Int32[Tensor, "capacity"], count: Tensor) -> Int64[Tensor, ""]:
@@ -616,19 +616,19 @@ def unpacked(packed: UInt8[Tensor, "nbytes"], width: int, n: int) -> UInt8[Tenso
 
 def means_of(
     values: Float64[Tensor, "capacity"],
-    live: Bool[Tensor, "capacity"],
+    is_valid: Bool[Tensor, "capacity"],
     group: Int64[Tensor, "capacity"],
     groups: int,
 ) -> Float64[Tensor, "groups"]:
-    """Return the mean of each group's values, added up in their order, or 0. Values that are not live are zero."""
-    counts = torch.zeros(groups, dtype=torch.int64, device=values.device).index_add_(0, group, live.long())
+    """Return the mean of each group's values, added up in their order, or 0. Invalid values are zero."""
+    counts = torch.zeros(groups, dtype=torch.int64, device=values.device).index_add_(0, group, is_valid.long())
     sums = torch.zeros(groups, dtype=torch.float64, device=values.device)
     # not index_add_, which adds in a varying order on a GPU
     sums.index_put_((group,), values, accumulate=True)
     return sums / counts.clamp(min=1)
 
 
-def first(
+def first_values(
     values: Float32[Tensor, "capacity"], count: Int32[Tensor, ""]
 ) -> tuple[Float32[Tensor, "capacity"], Bool[Tensor, ""]]:
     """Return (values with zeros after the first `count`, whether they are finite)."""

@@ -172,7 +172,7 @@ class SelectionKernels:
             self.remove_sent_(inputs.sent, inputs.u if inputs.masking else None, inputs.v)
         g = torch.cat(inputs.g).to(torch.float32) if len(inputs.g) > 1 else inputs.g[0].to(torch.float32)
         mask = usable(g)
-        first = first_of(~mask)
+        first_nonfinite = first_of(~mask)
         g = torch.where(mask, g, 0.0)
         u, v = inputs.u, inputs.v
         if u is None:
@@ -183,7 +183,7 @@ class SelectionKernels:
         else:
             u.mul_(inputs.momentum).add_(g)
             v.add_(u)
-        return first
+        return first_nonfinite
 
     def assign_(self, g: tuple[Tensor, ...], v: Dense) -> Int64[Tensor, ""]:
         """Compute v = g, with zeros for NaN and TOO_LARGE. Returns the index of the first of these, or n.
@@ -209,8 +209,8 @@ class SelectionKernels:
         lower_bounds: Per segment, a magnitude expected to be slightly below its threshold, or 0 if unknown. None:
         unknown for all segments. Lower bounds reduce the cost and never change the result.
         """
-        first = self.accumulate_(inputs)
-        return replace(self.select(inputs.v, budget), first_nonfinite=first)
+        first_nonfinite = self.accumulate_(inputs)
+        return replace(self.select(inputs.v, budget), first_nonfinite=first_nonfinite)
 
     def select(self, v: Dense, budget: Budget, lower_bounds: Each | None = None) -> TopKResult:
         """Select from v, which must be finite: `accumulate_and_select_` without a pass. first_nonfinite is n."""
@@ -347,8 +347,8 @@ def first_of(bad: Bool[Tensor, "n"]) -> Int64[Tensor, ""]:
         return n
     # bad[first] would make the host wait for the index, a zero-dimensional tensor
     marks = bad.to(torch.uint8)
-    first = marks.argmax()
-    return torch.where(marks.take(first) > 0, first, n)
+    index = marks.argmax()
+    return torch.where(marks.take(index) > 0, index, n)
 
 
 def remove_nonfinite_(g: Float[Tensor, "n"]) -> Int64[Tensor, ""]:
@@ -360,5 +360,5 @@ def remove_nonfinite_(g: Float[Tensor, "n"]) -> Int64[Tensor, ""]:
 
 def first_tensor_nonfinite(g: Float[Tensor, "n"], offsets: Sequence[int]) -> int:
     """Return the number, from 1, of the first tensor in g with NaN or inf, or 0. offsets: their first elements."""
-    first = int(first_of(~torch.isfinite(g)))
-    return 0 if first == g.numel() else bisect_right(offsets, first)
+    index = int(first_of(~torch.isfinite(g)))
+    return 0 if index == g.numel() else bisect_right(offsets, index)

@@ -79,13 +79,13 @@ class NativeSelection(Native, SelectionKernels):
         return f"{self.name} ({self.isa})"
 
     def accumulate_(self, inputs: PassInputs) -> Int64[Tensor, ""]:
-        first = torch.empty((), dtype=INT64)
-        self._library.dgc_update(*_pass_arguments(None, inputs), first)
-        return first
+        first_nonfinite = torch.empty((), dtype=INT64)
+        self._library.dgc_update(*_pass_arguments(None, inputs), first_nonfinite)
+        return first_nonfinite
 
     def assign_(self, g: tuple[Tensor, ...], v: Float32[Tensor, "n"]) -> Int64[Tensor, ""]:
-        first = self._library.dgc_assign(*pieces_of(g, v), v, v.numel(), torch.get_num_threads())
-        return torch.full((), first, dtype=INT64)
+        first_nonfinite = self._library.dgc_assign(*pieces_of(g, v), v, v.numel(), torch.get_num_threads())
+        return torch.full((), first_nonfinite, dtype=INT64)
 
     def predicted_lower_bounds(
         self, last: Float32[Tensor, "S"], before: Float32[Tensor, "S"], margin: float
@@ -113,11 +113,11 @@ class NativeSelection(Native, SelectionKernels):
         segments, capacity = budget.ks.numel(), budget.capacity
         indices, values = torch.empty(capacity, dtype=INT32), torch.empty(capacity, dtype=FP32)
         count, missed = torch.empty((), dtype=INT32), torch.empty((), dtype=INT32)
-        thresholds, first = torch.empty(segments, dtype=FP32), torch.empty((), dtype=INT64)
+        thresholds, first_nonfinite = torch.empty(segments, dtype=FP32), torch.empty((), dtype=INT64)
         sought = (budget.bounds, budget.ks, segments, lower_bounds, capacity)
         made = (indices, values, count, thresholds, missed)
-        self._library.dgc_update_and_choose(*_pass_arguments(form, inputs), first, *sought, *made)
-        return TopKResult(SparseVector(indices, values, count), thresholds, first, missed)
+        self._library.dgc_update_and_choose(*_pass_arguments(form, inputs), first_nonfinite, *sought, *made)
+        return TopKResult(SparseVector(indices, values, count), thresholds, first_nonfinite, missed)
 
     def radix_select(self, v: Float32[Tensor, "n"], budget: Budget) -> SparseVector:
         indices = torch.zeros(budget.capacity, dtype=INT32)

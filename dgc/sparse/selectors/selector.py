@@ -145,5 +145,5 @@ class Selector(ABC):
 
     def select(self, inputs: PassInputs, plan: Plan, seed: int) -> SelectorResult:
         """Accumulates the gradient into v in one pass, then chooses from the new v."""
-        first = kernels.of(inputs.v).selection.accumulate_(inputs)
-        return SelectorResult(self.choose(inputs.v, plan, seed), first)
+        first_nonfinite = kernels.of(inputs.v).selection.accumulate_(inputs)
+        return SelectorResult(self.choose(inputs.v, plan, seed), first_nonfinite)

@@ -106,8 +106,9 @@ DGC_EXPORT void dgc_blocks_add_sum(const uint8_t* const* rows, int ranks, int64_
     });
 }
 
-// Encodes z = served + the values of the rows of all ranks, in their order, times `real`, as one row of so many blocks with
-// `bits_of_answer`. The residual is z minus its values. served, real and residual may be null.
+// The second phase: encodes z = served + the values of the rows of all ranks, in their order, times `real`, as one row of so
+// many blocks with `bits_of_answer`, the bits of the second phase. served is the residual of the second phase before,
+// `residual` after it: z minus the encoded values. served, real and residual may be null.
 DGC_EXPORT void dgc_blocks_answer(const uint8_t* const* rows, int ranks, int64_t size, int bits, int rotating,
                                   int64_t blocks, const float* served, const float* real, int bits_of_answer,
                                   uint8_t* answer, float* residual, int threads) {
