@@ -84,45 +84,60 @@ def test_means_of_buckets_of_many_regions(native: Any) -> None:
                 check(form, made, budget, numel, size=(5, 8, 64, 3, 1, 7, 2)[number])
 
 
-def test_values_are_added_in_the_order_of_ranks_and_quotients_rounded_once(native: Any) -> None:
-    """Quotients of smallest numbers too, which an inverse that is not exact would change."""
+@pytest.mark.parametrize(("numbers", "expected"), [((1e8, 1.0, -1e8), 0.0), ((1e8, -1e8, 1.0), 1.0)])
+def test_values_are_added_in_the_order_of_ranks(native: Any, numbers: Any, expected: float) -> None:
     form, budget = FORMATS["fp32 packed"], budget_of(1, 0, 100)
-    for numbers, expected in (((1e8, 1.0, -1e8), 0.0), ((1e8, -1e8, 1.0), 1.0)):
-        sent = [selection_of([70], [number]) for number in numbers]
-        dense, payloads = torch.ones(100), payloads_of(form, sent, budget, 100)
-        mean_into_(dense, form, payloads, budget, 1)
-        assert mean_of(form, payloads, budget, 100, 1)[0].values.tolist() == [expected] == [dense[70].item()]
-    values = torch.cat([torch.randn(100) * 10.0**e for e in range(-44, 38, 3)])
+    sent = [selection_of([70], [number]) for number in numbers]
+    dense, payloads = torch.ones(100), payloads_of(form, sent, budget, 100)
+    mean_into_(dense, form, payloads, budget, 1)
+    assert mean_of(form, payloads, budget, 100, 1)[0].values.tolist() == [expected] == [dense[70].item()]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 48, 64, 100, 256])
+def test_quotients_are_rounded_once(native: Any, size: int) -> None:
+    """Quotients of smallest numbers too, which an inverse that is not exact would change."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.cat([torch.randn(100, generator=generator) * 10.0**e for e in range(-44, 38, 3)])
     values = values[values != 0]
     selection, numel = selection_of(torch.arange(0, 4 * len(values), 4), values), 4 * len(values)
-    for size in (1, 2, 3, 7, 48, 64, 100, 256):
-        check(FORMATS["fp32 int32"], [selection], budget_of(len(values), 0, numel), numel, size)
+    check(FORMATS["fp32 int32"], [selection], budget_of(len(values), 0, numel), numel, size)
 
 
-def test_what_is_not_finite_is_reported_and_the_first_tensor_named(native: Any) -> None:
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("at", [0, 15, 17_000, 69_999])
+def test_a_sum_that_is_not_finite_is_reported(native: Any, at: int, count: int) -> None:
     form, numel = FORMATS["fp32 rice"], 70_000
     budget = budget_of(1, 0, numel)
-    for at, count in product((0, 15, 17_000, numel - 1), (1, 3)):
-        large, dense = selection_of(torch.tensor([at]), torch.tensor([3e38])), torch.empty(numel)
-        finite, _ = mean_into_(dense, form, payloads_of(form, [large] * count, budget, numel), budget)
-        assert finite == (count == 1) == bool(dense.isfinite().all()), at
+    large, dense = selection_of(torch.tensor([at]), torch.tensor([3e38])), torch.empty(numel)
+    finite, _ = mean_into_(dense, form, payloads_of(form, [large] * count, budget, numel), budget)
+    assert finite == (count == 1) == bool(dense.isfinite().all())
+
+
+def test_the_first_tensor_that_is_not_finite_is_told(native: Any) -> None:
     form, numel = FORMATS["sign rice"], 5000
     budget, selection = budget_of(4, *BOUNDS, numel), selection_of(scattered(numel, 4))
     payloads = [encode(form, selection, budget, numel, first).payload for first in (7, numel)]
     assert mean_of(form, payloads, budget, numel)[1] == [3, 0]
 
 
+def at_odd_addresses(payloads: Any) -> Any:
+    return torch.cat([torch.zeros(3, dtype=torch.uint8), payloads.view(-1)])[3:].chunk(3)
+
+
+def with_gaps(payloads: Any) -> Any:
+    return payloads.t().contiguous().t().unbind()
+
+
 @some_formats
-def test_payloads_behind_one_another_at_odd_addresses_and_with_gaps(form: Any) -> None:
+@pytest.mark.parametrize("lie", [at_odd_addresses, with_gaps])
+def test_payloads_may_lie_anywhere(form: Any, lie: Any) -> None:
     numel = 5000
     budget = budget_of(13, *BOUNDS, numel)
     made = [selection_of(scattered(numel, 13, s), seed=s) for s in range(3)]
     payloads = torch.stack(payloads_of(form, made, budget, numel))
     expected, _ = mean_of(form, list(payloads), budget, numel)
-    odd = torch.cat([torch.zeros(3, dtype=torch.uint8), payloads.view(-1)])[3:].chunk(3)
-    for others in (odd, payloads.t().contiguous().t().unbind()):
-        found, _ = mean_of(form, others, budget, numel)
-        assert torch.equal(found.indices, expected.indices) and torch.equal(found.values, expected.values)
+    found, _ = mean_of(form, lie(payloads), budget, numel)
+    assert torch.equal(found.indices, expected.indices) and torch.equal(found.values, expected.values)
 
 
 @some_formats

@@ -62,12 +62,16 @@ def equal(a: Any, b: Any) -> bool:
     return all(torch.equal(tensor, b[name]) for name, tensor in a.items())
 
 
-def test_the_memory_clips_before_it_accumulates_and_no_memory_forgets() -> None:
+def test_the_memory_clips_before_it_accumulates() -> None:
     bucket = bucket_of()
     memory = held(lambda: DGCSGDMemory(0.5, gradient_clipping=ClipByValue(0.1)), bucket)
     expected = bucket.flat.clamp(-0.1, 0.1)
     assert list(memory.memory.clip(bucket)) == []
     torch.testing.assert_close(compensate(memory, bucket), expected)
+
+
+def test_no_memory_forgets() -> None:
+    bucket = bucket_of()
     memory = held(NoMemory, bucket)
     for _ in range(2):
         assert torch.equal(compensate(memory, bucket), bucket.flat)
@@ -75,33 +79,39 @@ def test_the_memory_clips_before_it_accumulates_and_no_memory_forgets() -> None:
     assert list(memory.errors()) == [] and bits(memory) == {} and memory.memory.correction is None
 
 
-def test_the_momentum_and_the_decay_of_a_memory() -> None:
+def test_a_memory_tells_its_momentum_correction() -> None:
     memory = DGCSGDMemory(0.8, True)
     assert memory.correction == MomentumCorrection(0.8, True) and memory.momentum_masking
-    for momentum in (-0.1, 1.0):
-        refuse("momentum", DGCSGDMemory, momentum)
+
+
+@pytest.mark.parametrize("momentum", [-0.1, 1.0])
+def test_a_momentum_out_of_range_is_refused(momentum: float) -> None:
+    refuse("momentum", DGCSGDMemory, momentum)
+
+
+def test_a_decay_that_keeps_nothing_is_refused() -> None:
     refuse(r"decay must be in \(0, 1\]", ResidualMemory, decay=0.0)
 
 
 @every_memory
-def test_what_was_sent_is_taken_back_bit_for_bit(make: Any) -> None:
+@pytest.mark.parametrize("whole", [False, True], ids=["some", "all"])
+def test_what_was_sent_is_taken_back_bit_for_bit(make: Any, whole: bool) -> None:
     """Where subtracting and adding again would not do: values cut to fp16's range, far below v."""
-    for whole in (False, True):
-        bucket = bucket_of()
-        memory = held(make, bucket)
-        for scale in (1.0, 1e9, 1e-9):
-            with case(whole, scale):
-                bucket.flat.mul_(scale)
-                v = compensate(memory, bucket)
-                before, rounded = bits(memory), v.clamp(-65504, 65504).half().float()
-                if whole:
-                    memory.sent_all_(bucket, rounded)
-                else:
-                    sent_(memory, bucket, [0, 3, 20], rounded[[0, 3, 20]])
-                assert not equal(bits(memory), before)
-                for _ in range(2):
-                    memory.rollback(bucket)
-                    assert equal(bits(memory), before)
+    bucket = bucket_of()
+    memory = held(make, bucket)
+    for scale in (1.0, 1e9, 1e-9):
+        with case(scale):
+            bucket.flat.mul_(scale)
+            v = compensate(memory, bucket)
+            before, rounded = bits(memory), v.clamp(-65504, 65504).half().float()
+            if whole:
+                memory.sent_all_(bucket, rounded)
+            else:
+                sent_(memory, bucket, [0, 3, 20], rounded[[0, 3, 20]])
+            assert not equal(bits(memory), before)
+            for _ in range(2):
+                memory.rollback(bucket)
+                assert equal(bits(memory), before)
 
 
 @every_memory
@@ -138,19 +148,31 @@ def test_whoever_looks_between_steps_sees_what_was_sent_gone(make: Any) -> None:
                 assert own is None or torch.equal(state[table][s.name], s.of(own).reshape(s.shape))
 
 
+def loading(memory: Any, bucket: Any, saved: Any) -> None:
+    memory.load_state_dict(saved)
+
+
+def planning(memory: Any, bucket: Any, saved: Any) -> None:
+    memory.plan(bucket)
+
+
 @every_memory
-def test_loading_and_planning_forget_what_was_sent(make: Any) -> None:
+@pytest.mark.parametrize("forget", [loading, planning])
+def test_what_was_sent_is_forgotten(make: Any, forget: Any) -> None:
     bucket = bucket_of()
     memory = held(make, bucket)
     saved = memory.state_dict()
-    for forget in (lambda: memory.load_state_dict(saved), lambda: memory.plan(bucket)):
-        v = compensate(memory, bucket)
-        sent_(memory, bucket, [1, 4], v[[1, 4]].clone())
-        forget()
-        assert not any(tensor.any() for tensor in bits(memory).values())
-        assert torch.equal(compensate(memory, bucket), compensate(held(make, bucket), bucket))
-        memory.load_state_dict(saved)
-    # a step that another has followed is not taken back
+    v = compensate(memory, bucket)
+    sent_(memory, bucket, [1, 4], v[[1, 4]].clone())
+    forget(memory, bucket, saved)
+    assert not any(tensor.any() for tensor in bits(memory).values())
+    assert torch.equal(compensate(memory, bucket), compensate(held(make, bucket), bucket))
+
+
+@every_memory
+def test_a_step_that_another_has_followed_is_not_taken_back(make: Any) -> None:
+    bucket = bucket_of()
+    memory = held(make, bucket)
     sent_(memory, bucket, [0], compensate(memory, bucket)[:1].clone())
     compensate(memory, bucket)
     before = bits(memory)
@@ -164,8 +186,8 @@ def filled(make: Any, bucket: Any) -> Any:
     return memory
 
 
-@pytest.mark.parametrize("make", [DGC, ResidualMemory])
-def test_state_survives_other_buckets_and_strides(make: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [DGC, ResidualMemory], ids=["dgc", "residual"])
+def test_a_state_is_loaded_in_buckets_with_other_strides(make: Any, tmp_path: Path) -> None:
     memory = filled(make, bucket_of("b0"))
     torch.save(memory.state_dict(), tmp_path / "state.pt")
     one = make_bucket("x", [("c", torch.zeros(SHAPES["c"]).to(memory_format=torch.channels_last))])
@@ -178,18 +200,34 @@ def test_state_survives_other_buckets_and_strides(make: Any, tmp_path: Path) -> 
     assert torch.equal(flat.view(2, 2, 2, 3).permute(0, 3, 1, 2), error)
 
 
-@pytest.mark.parametrize("make", [DGC, ResidualMemory])
-def test_a_saved_state_is_a_copy_and_another_models_state_names_the_parameter(make: Any) -> None:
+@pytest.mark.parametrize("make", [DGC, ResidualMemory], ids=["dgc", "residual"])
+def test_a_saved_state_is_a_copy(make: Any) -> None:
     bucket = bucket_of()
     memory = filled(make, bucket)
     saved, before = memory.state_dict(), bits(memory)
     compensate(memory, bucket)
     assert equal(bits(SimpleNamespace(state_dict=lambda: saved)), before)
-    thirds: list[dict[str, Any]] = [{}, {"other": (2, 3, 2, 2)}, {"c": (2, 3, 4)}]
-    for third in thirds:
-        with case(third), pytest.raises(ValueError, match=r"\bc\b"):
-            filled(make, bucket_of(a=(4, 3), b=(5,), **third)).load_state_dict(saved)
-    for other in {DGC, ResidualMemory, NoMemory} - {make}:
-        for one, saved in ((make, filled(other, bucket)), (other, filled(make, bucket))):
-            with case(make, other), pytest.raises(ValueError):
-                filled(one, bucket_of()).load_state_dict(saved.state_dict())
+
+
+@pytest.mark.parametrize("third", [{}, {"other": (2, 3, 2, 2)}, {"c": (2, 3, 4)}], ids=str)
+@pytest.mark.parametrize("make", [DGC, ResidualMemory], ids=["dgc", "residual"])
+def test_the_state_of_another_model_names_the_parameter(make: Any, third: dict[str, Any]) -> None:
+    saved = filled(make, bucket_of()).state_dict()
+    with pytest.raises(ValueError, match=r"\bc\b"):
+        filled(make, bucket_of(a=(4, 3), b=(5,), **third)).load_state_dict(saved)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        pytest.param(DGC, ResidualMemory, id="residual to dgc"),
+        pytest.param(DGC, NoMemory, id="none to dgc"),
+        pytest.param(ResidualMemory, DGC, id="dgc to residual"),
+        pytest.param(ResidualMemory, NoMemory, id="none to residual"),
+        pytest.param(NoMemory, DGC, id="dgc to none"),
+        pytest.param(NoMemory, ResidualMemory, id="residual to none"),
+    ],
+)
+def test_the_state_of_another_memory_is_refused(one: Any, other: Any) -> None:
+    with pytest.raises(ValueError):
+        filled(one, bucket_of()).load_state_dict(filled(other, bucket_of()).state_dict())
