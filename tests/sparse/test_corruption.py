@@ -72,60 +72,105 @@ def test_every_flipped_bit_is_noticed(form: Any) -> None:
             decode(form, [other], budget, NUMEL)
 
 
-def test_every_flipped_bit_another_size_and_other_terms_of_sealed_codes_are_noticed() -> None:
+def sealed_codes() -> tuple[Envelope, Any]:
     envelope = Envelope("codes", torch.tensor([0, 40]), Terms(1 / 32, 7))
-    payload = envelope.seal(torch.arange(5, dtype=torch.uint8), torch.tensor(40))
+    return envelope, envelope.seal(torch.arange(5, dtype=torch.uint8), torch.tensor(40))
+
+
+def test_every_flipped_bit_of_sealed_codes_is_noticed() -> None:
+    envelope, payload = sealed_codes()
     for other in flipped(payload):
         with pytest.raises(PayloadError, match="rank 1 "):
             envelope.open([payload, other], 5).wait()
-    for change in (-40, -24, -8, -1, 8):
-        other = resized(payload, change)
-        for rank, payloads in enumerate(([other, payload], [payload, other])):
-            with pytest.raises(PayloadError, match=f"^rank {rank} sent {len(other)} bytes of codes instead of"):
-                envelope.open(payloads, 5).wait()
-    bounds, first = torch.tensor([0, 10]), torch.tensor(10)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("change", [-40, -24, -8, -1, 8])
+def test_another_size_of_sealed_codes_is_noticed(change: int, rank: int) -> None:
+    envelope, payload = sealed_codes()
+    other = resized(payload, change)
+    payloads = [other, payload] if rank == 0 else [payload, other]
+    with pytest.raises(PayloadError, match=f"^rank {rank} sent {len(other)} bytes of codes instead of"):
+        envelope.open(payloads, 5).wait()
+
+
+def sealed_on(terms: Terms) -> Envelope:
+    return Envelope("bucket b", torch.tensor([0, 10]), terms)
+
+
+def sealed(nbytes: int, terms: Terms) -> Any:
+    return sealed_on(terms).seal(torch.ones(nbytes, dtype=torch.uint8), torch.tensor(10))
+
+
+@pytest.mark.parametrize("nbytes", [16, 48], ids=["of one size", "of another size"])
+def test_codes_that_are_sealed_at_another_ratio_are_noticed(nbytes: int) -> None:
     one, two = Terms(2 / 32, 7), Terms(1 / 32, 7)
+    gathered = as_horovod_gathers([sealed(16, one), sealed(nbytes, two)])
+    with pytest.raises(PayloadError, match="rank 1 encoded bucket b at compress_ratio 0.03125"):
+        sealed_on(one).open(gathered, 16).wait()
 
-    def sealed(nbytes: Any, terms: Any) -> Any:
-        return Envelope("bucket b", bounds, terms).seal(torch.ones(nbytes, dtype=torch.uint8), first)
 
-    for nbytes in (16, 48):
-        gathered = as_horovod_gathers([sealed(16, one), sealed(nbytes, two)])
-        with pytest.raises(PayloadError, match="rank 1 encoded bucket b at compress_ratio 0.03125"):
-            Envelope("bucket b", bounds, one).open(gathered, 16).wait()
+def test_codes_that_are_sealed_in_another_format_are_noticed() -> None:
     with pytest.raises(PayloadError, match="rank 0 encoded bucket b in another format"):
-        Envelope("bucket b", bounds, Terms(2 / 32, 8)).open([sealed(16, one)], 16).wait()
+        sealed_on(Terms(2 / 32, 8)).open([sealed(16, Terms(2 / 32, 7))], 16).wait()
 
 
 @every_format
-def test_sizes_words_counts_and_tensors_that_no_sender_writes(form: Any) -> None:
+@pytest.mark.parametrize("change", [-16, -8, -1, 8])
+def test_a_payload_of_another_size_is_refused(form: Any, change: int) -> None:
     payload, budget = payload_of(form)
-    for change in (-16, -8, -1, 8):
-        refuse(form, resized(payload, change), budget, "bytes")
-    for other in (payload.view(torch.int64).flip(0).view(torch.uint8), torch.zeros_like(payload)):
-        refuse(form, other, budget, "checksum")
-    for start, number, match in (
-        *((0, count, "elements") for count in (-1, 7, 2**31 - 1, -(2**31))),
-        *((4, tensor, "tensor") for tensor in (-1, 3)),
-    ):
-        refuse_changed(form, start, torch.tensor(number, dtype=torch.int32), match)
+    refuse(form, resized(payload, change), budget, "bytes")
 
 
-def test_indices_parameters_and_values_that_no_sender_writes() -> None:
-    for slot, index in ((0, -1), (0, NUMEL - 1), (4, NUMEL), (4, 0), (2, 2**31 - 1)):  # out of range or order
-        for name, dtype in (("fp32 int32", torch.int32), ("sign int64", torch.int64)):
-            refuse_changed(FORMATS[name], 24 + slot * dtype.itemsize, torch.tensor(index, dtype=dtype), "ascend")
-    parameters = [(name, n, torch.uint8) for name in ("packed", "rice") for n in (13, 31, 32, 64, 255)]
-    chunks = [("chunks", n, torch.int16) for n in (-1, 0, 4096, 4097, -(2**15), 2**15 - 1)]
-    for name, number, dtype in [*parameters, *chunks]:
-        refuse_changed(FORMATS[f"fp32 {name}"], 24, torch.tensor(number, dtype=dtype), "ascend", 200, 200)
-    for name in ("fp32 int32", "fp16 rice", "int8 packed", "sign rice"):
-        form = FORMATS[name]
-        (payload, budget), start = payload_of(form), 24 + form.indices.plan(6, NUMEL).nbytes
-        payload[start : start + 8] = 0xFF
-        payload[12:16] = torch.tensor([0, 0, 0x80, 0x7F], dtype=torch.uint8)
-        seal_(payload)
-        refuse(form, payload, budget, "finite")
+@every_format
+def test_words_in_another_order_are_refused(form: Any) -> None:
+    payload, budget = payload_of(form)
+    refuse(form, payload.view(torch.int64).flip(0).view(torch.uint8), budget, "checksum")
+
+
+@every_format
+def test_zeros_are_refused(form: Any) -> None:
+    payload, budget = payload_of(form)
+    refuse(form, torch.zeros_like(payload), budget, "checksum")
+
+
+@every_format
+@pytest.mark.parametrize("count", [-1, 7, 2**31 - 1, -(2**31)])
+def test_a_count_of_elements_that_no_sender_writes_is_refused(form: Any, count: int) -> None:
+    refuse_changed(form, 0, torch.tensor(count, dtype=torch.int32), "elements")
+
+
+@every_format
+@pytest.mark.parametrize("tensor", [-1, 3])
+def test_a_number_of_a_tensor_that_no_sender_writes_is_refused(form: Any, tensor: int) -> None:
+    refuse_changed(form, 4, torch.tensor(tensor, dtype=torch.int32), "tensor")
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("fp32 int32", torch.int32), ("sign int64", torch.int64)])
+@pytest.mark.parametrize(("slot", "index"), [(0, -1), (0, NUMEL - 1), (4, NUMEL), (4, 0), (2, 2**31 - 1)])
+def test_an_index_out_of_range_or_order_is_refused(name: str, dtype: Any, slot: int, index: int) -> None:
+    refuse_changed(FORMATS[name], 24 + slot * dtype.itemsize, torch.tensor(index, dtype=dtype), "ascend")
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "dtype"),
+    [
+        *((name, n, torch.uint8) for name in ("packed", "rice") for n in (13, 31, 32, 64, 255)),
+        *(("chunks", n, torch.int16) for n in (-1, 0, 4096, 4097, -(2**15), 2**15 - 1)),
+    ],
+)
+def test_a_parameter_of_codes_that_no_sender_writes_is_refused(name: str, number: int, dtype: Any) -> None:
+    refuse_changed(FORMATS[f"fp32 {name}"], 24, torch.tensor(number, dtype=dtype), "ascend", 200, 200)
+
+
+@pytest.mark.parametrize("name", ["fp32 int32", "fp16 rice", "int8 packed", "sign rice"])
+def test_values_that_are_not_finite_are_refused(name: str) -> None:
+    form = FORMATS[name]
+    (payload, budget), start = payload_of(form), 24 + form.indices.plan(6, NUMEL).nbytes
+    payload[start : start + 8] = 0xFF
+    payload[12:16] = torch.tensor([0, 0, 0x80, 0x7F], dtype=torch.uint8)
+    seal_(payload)
+    refuse(form, payload, budget, "finite")
 
 
 @every_format
@@ -175,46 +220,62 @@ def told(form: Any, ratio: Any, budget: Any, payloads: Any) -> Any:
     return str(caught.value)
 
 
-def test_a_rank_at_another_ratio_or_in_another_format_is_named_whatever_the_sizes() -> None:
-    for form in SOME.values():
-        for ratios in ([0.1, 0.2], [0.2, 0.1], [0.1, 0.1, 0.2], [0.1, 0.2, 0.1], [0.2, 0.1, 0.1, 0.1]):
-            made = [sent(form, ratio) for ratio in ratios]
-            for own, (_, budget) in zip(ratios, made, strict=True):
-                other = next(rank for rank, ratio in enumerate(ratios) if ratio != own)
-                theirs = f"rank {other} encoded bucket b at compress_ratio {ratios[other]}"
-                words = told(form, own, budget, [payload for payload, _ in made])
-                assert words.startswith(f"{theirs}, this rank at {own}: call begin_epoch")
-    # Two ratios that send the same number of elements.
+@every_format
+@pytest.mark.parametrize(
+    "ratios", [[0.1, 0.2], [0.2, 0.1], [0.1, 0.1, 0.2], [0.1, 0.2, 0.1], [0.2, 0.1, 0.1, 0.1]], ids=str
+)
+def test_a_rank_at_another_ratio_is_named_whatever_the_sizes(form: Any, ratios: list[float]) -> None:
+    made = [sent(form, ratio) for ratio in ratios]
+    for own, (_, budget) in zip(ratios, made, strict=True):
+        other = next(rank for rank, ratio in enumerate(ratios) if ratio != own)
+        theirs = f"rank {other} encoded bucket b at compress_ratio {ratios[other]}"
+        words = told(form, own, budget, [payload for payload, _ in made])
+        assert words.startswith(f"{theirs}, this rank at {own}: call begin_epoch")
+
+
+def test_two_ratios_that_send_the_same_number_of_elements_are_told_apart() -> None:
     form, (payload, budget) = SOME["fp32 int64"], sent(SOME["fp32 int64"], 0.1)
     words = told(form, 0.1001, budget, [payload, payload])
     assert words.startswith("rank 0 encoded bucket b at compress_ratio 0.1, this rank at 0.1001: call")
     PayloadPlan(form, budget, NUMEL, 0.1).decode(CODEC, [payload, payload]).wait()
+
+
+def test_a_payload_without_a_ratio_is_of_ratio_1() -> None:
     form, (payload, budget) = SOME["sign rice"], sent(SOME["sign rice"], 0.1)
     plain = encode(form, selection_of(scattered(NUMEL, budget.capacity)), budget, NUMEL).payload
     PayloadPlan(form, budget, NUMEL).decode(CODEC, [plain]).wait()
     with pytest.raises(PayloadError, match="this rank at 1: call begin_epoch"):
         PayloadPlan(form, budget, NUMEL).decode(CODEC, [payload]).wait()
-    for one, two in permutations(("fp16 int32", "bf16 int32", "fp32 int64"), 2):  # the first two are of one size
-        (mine, budget), (payload, _) = sent(FORMATS[one], 0.1), sent(FORMATS[two], 0.1)
-        words = told(FORMATS[one], 0.1, budget, [mine, payload])
-        assert words.startswith("rank 1 encoded bucket b in another format than this rank"), (one, two)
 
 
-def test_a_simulated_rank_at_another_ratio_is_refused_whatever_is_sent() -> None:
+@pytest.mark.parametrize(("one", "two"), permutations(("fp16 int32", "bf16 int32", "fp32 int64"), 2))
+def test_a_rank_in_another_format_is_named_whatever_the_sizes(one: str, two: str) -> None:
+    """fp16 and bf16 are of one size."""
+    (mine, budget), (payload, _) = sent(FORMATS[one], 0.1), sent(FORMATS[two], 0.1)
+    words = told(FORMATS[one], 0.1, budget, [mine, payload])
+    assert words.startswith("rank 1 encoded bucket b in another format than this rank")
+
+
+@pytest.mark.parametrize(
+    ("ratios", "words"),
+    [
+        pytest.param((0.25, 0.125), "AllGather", id="two sizes"),
+        pytest.param(
+            *((1.0, 0.125), "'world' rank 1 sent {0: [^}]*}, rank 0 sent {0: .*, 1: "), id="dense beside sparse"
+        ),
+    ],
+)
+def test_a_simulated_rank_at_another_ratio_is_refused_whatever_is_sent(ratios: Any, words: str) -> None:
     """The lockstep transport refuses payloads of two sizes, or a dense step beside a sparse one."""
-    for ratios, words in (
-        ((0.25, 0.125), "AllGather"),
-        ((1.0, 0.125), "'world' rank 1 sent {0: [^}]*}, rank 0 sent {0: .*, 1: "),
-    ):
 
-        def body(transport: Any, ratios: Any = ratios) -> None:
-            model = torch.nn.Linear(1000, 1, bias=False)
-            dgc = DGCCompressor(ratios[1], DGCSGDMemory(0.9), warmup_epochs=2, warmup_coeff=ratios)
-            inner = DGCSGD(model.parameters(), lr=0.1, momentum=0.9)
-            optimizer = DistributedOptimizer(inner, model.named_parameters(), dgc, transport=transport)
-            optimizer.begin_epoch(transport.rank)
-            model(torch.ones(1, 1000)).sum().backward()
-            optimizer.step()
+    def body(transport: Any) -> None:
+        model = torch.nn.Linear(1000, 1, bias=False)
+        dgc = DGCCompressor(ratios[1], DGCSGDMemory(0.9), warmup_epochs=2, warmup_coeff=ratios)
+        inner = DGCSGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = DistributedOptimizer(inner, model.named_parameters(), dgc, transport=transport)
+        optimizer.begin_epoch(transport.rank)
+        model(torch.ones(1, 1000)).sum().backward()
+        optimizer.step()
 
-        with pytest.raises(LockstepError, match=rf"{words}.*; give every rank .* call begin_epoch\(epoch\)"):
-            LockstepWorld(2).run(body)
+    with pytest.raises(LockstepError, match=rf"{words}.*; give every rank .* call begin_epoch\(epoch\)"):
+        LockstepWorld(2).run(body)

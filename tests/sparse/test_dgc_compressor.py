@@ -31,14 +31,20 @@ def dgc(ratio: float = 0.05, memory: Any = MOMENTUM, **options: Any) -> Any:
     return lambda: DGCCompressor(ratio, memory(), **options)
 
 
-def test_global_clipping_takes_a_round_of_its_own_and_a_sum_that_overflows_is_named() -> None:
-    """In a dense step each value fits into fp16, and the sum of three does not."""
+def test_global_clipping_takes_a_round_of_its_own() -> None:
     ranks = Ranks(3, dgc(memory=lambda: DGCSGDMemory(0.9, gradient_clipping=ClipByGlobalNorm(1.0))), SHAPES)
     ranks.exchange(gradients(3, 0))
     assert [meter.rounds for meter in ranks.world.meters] == [2, 2, 2]
+
+
+def test_the_sum_of_a_dense_step_may_exceed_fp16() -> None:
+    """Each value fits into fp16, and the sum of three does not."""
     ranks = Ranks(3, dgc(1.0, lambda: DGCSGDMemory(0.0), fp16_values=True), SHAPES)
     assert ranks.exchange([torch.full((NUMEL,), 40_000.0)] * 3)[1].isfinite().all()
-    # No gradients reach this through a memory, so the payloads are made by hand.
+
+
+def test_a_sum_that_overflows_is_named() -> None:
+    """No gradients reach this through a memory, so the payloads are made by hand."""
     bucket, form = make_bucket("b", [("p", torch.zeros(10, 10))]), SparseFormat()
     plan, size = plan_selection(bucket.segments, 0.01), 2
     one, none = torch.ones((), dtype=torch.int32), torch.tensor(bucket.numel)
@@ -54,31 +60,41 @@ def test_global_clipping_takes_a_round_of_its_own_and_a_sum_that_overflows_is_na
     assert ended.value.value[0].nonfinite == words
 
 
-def test_the_cheaper_way_is_taken_and_a_mean_is_sparse_only_where_it_can_be_used_so() -> None:
+@pytest.mark.parametrize(
+    ("size", "ratio", "sparse"), [(2, 0.3, True), (2, 0.4, False), (4, 0.16, True), (4, 0.2, False)]
+)
+def test_the_cheaper_way_is_taken(size: int, ratio: float, sparse: bool) -> None:
     """12 bytes per pair from N ranks against 4 bytes twice: even at ratio 2 * 4 / (12 N)."""
-    for size, ratio, sparse in ((2, 0.3, True), (2, 0.4, False), (4, 0.16, True), (4, 0.2, False)):
-        ranks = Ranks(size, dgc(ratio), {"only": (100, 100)})
-        (result, *_), _ = ranks.exchange(gradients(size, 0, 10_000))
-        assert isinstance(result, SparseResult) == sparse
-        both = (24 + 12 * round(ratio * 10_000)) * (size - 1), 2 * 40_000 * (size - 1) / size
-        assert ranks.world.meters[0].wire_bytes <= min(both) + 24 * size
-    small: Any = {"values": SignValues(), "indices": RiceIndices()}
-    residual = partial(SparseCompressor, 0.01, ResidualMemory(), **small)
-    for make, dtype, kind in (
-        (residual, torch.float32, DenseResult),
-        (residual, torch.float16, SparseResult),
-        (dgc(0.01, **small), torch.float32, SparseResult),
-    ):
-        ranks = Ranks(2, make, [(40, 30), (700, 10)], dtype)
-        results, mean = ranks.exchange([normal(8200, seed=r).to(dtype) for r in range(2)])
-        assert [type(result) for result in results] == [kind, kind]
-        assert 0 < int((mean != 0).sum()) <= 2 * 82
-        for bucket, result in zip(ranks.buckets, results, strict=True):
-            result.write_to(bucket)
-            assert torch.equal(dense(DenseResult(), bucket).float(), mean.to(dtype).float())
+    ranks = Ranks(size, dgc(ratio), {"only": (100, 100)})
+    (result, *_), _ = ranks.exchange(gradients(size, 0, 10_000))
+    assert isinstance(result, SparseResult) == sparse
+    both = (24 + 12 * round(ratio * 10_000)) * (size - 1), 2 * 40_000 * (size - 1) / size
+    assert ranks.world.meters[0].wire_bytes <= min(both) + 24 * size
 
 
-def test_what_waits_leaves_with_a_dense_step_and_state_continues_after_one() -> None:
+SMALL: Any = {"values": SignValues(), "indices": RiceIndices()}
+RESIDUAL = partial(SparseCompressor, 0.01, ResidualMemory(), **SMALL)
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype", "kind"),
+    [
+        pytest.param(RESIDUAL, torch.float32, DenseResult, id="residual"),
+        pytest.param(RESIDUAL, torch.float16, SparseResult, id="residual, fp16 gradients"),
+        pytest.param(dgc(0.01, **SMALL), torch.float32, SparseResult, id="dgc"),
+    ],
+)
+def test_a_mean_is_sparse_only_where_it_can_be_used_so(make: Any, dtype: Any, kind: type) -> None:
+    ranks = Ranks(2, make, [(40, 30), (700, 10)], dtype)
+    results, mean = ranks.exchange([normal(8200, seed=r).to(dtype) for r in range(2)])
+    assert [type(result) for result in results] == [kind, kind]
+    assert 0 < int((mean != 0).sum()) <= 2 * 82
+    for bucket, result in zip(ranks.buckets, results, strict=True):
+        result.write_to(bucket)
+        assert torch.equal(dense(DenseResult(), bucket).float(), mean.to(dtype).float())
+
+
+def test_what_waits_leaves_with_a_dense_step() -> None:
     """Sparse first, then at ratio 1: all of v is sent."""
     ranks = Ranks(2, dgc(0.01), SHAPES)
     ranks.exchange(gradients(2, 0))
@@ -90,7 +106,10 @@ def test_what_waits_leaves_with_a_dense_step_and_state_continues_after_one() -> 
         u = torch.cat([momenta[rank][name].reshape(-1) for name in SHAPES])
         expected += (waiting[rank] + 0.9 * u + own[rank]) / 2
     torch.testing.assert_close(ranks.exchange(own)[1], expected)
-    # At ratio 0.3 one bucket is sparse; 250 single elements, of which each is sent, make the other dense.
+
+
+def test_a_state_continues_after_dense_steps_of_a_bucket() -> None:
+    """At ratio 0.3 one bucket is sparse; 250 single elements, of which each is sent, make the other dense."""
     mixed = {"mixed": (60, 50), **{f"s{i}": (1, 1) for i in range(250)}}
 
     def step(pair: Any, number: Any) -> Any:
@@ -114,12 +133,15 @@ def test_what_waits_leaves_with_a_dense_step_and_state_continues_after_one() -> 
         assert torch.equal(step(others, number)[1], later)
 
 
-def test_the_seed_option_changes_the_sample_and_every_step_has_another_seed() -> None:
+def test_the_seed_option_changes_the_sample() -> None:
     def run(seed: Any) -> Any:
         ranks = Ranks(1, dgc(0.002, sample_ratio=0.01, seed=seed), {"w": (120, 100)})
         return tuple(int(ranks.exchange(gradients(1, step, 12_000))[1].count_nonzero()) for step in range(8))
 
     assert len({run(seed) for seed in range(4)}) > 1
+
+
+def test_every_step_has_another_seed() -> None:
     seeds = []
 
     class Noting(Exact):
@@ -133,40 +155,59 @@ def test_the_seed_option_changes_the_sample_and_every_step_has_another_seed() ->
     assert len(set(seeds)) == 4
 
 
-def test_a_selectors_history_is_kept_with_the_state_and_belongs_to_its_ratio() -> None:
+def means(ranks: Any, numbers: Any) -> list[Any]:
+    return [ranks.exchange(gradients(1, number))[1] for number in numbers]
+
+
+def loaded_with_a_warm_start(state: Any, **warmup: Any) -> Any:
     """A threshold that is remembered is the first one tried, and the one found depends on that."""
+    ranks = Ranks(1, dgc(0.1, ResidualMemory, selector=Laplace(warm_start=True), **warmup), SHAPES)
+    ranks.states[0].begin_epoch(0)
+    if state is not None:
+        ranks.states[0].load_state_dict(state)
+    return ranks
 
-    def steps(ranks: Any, numbers: Any) -> Any:
-        return [ranks.exchange(gradients(1, number))[1] for number in numbers]
 
-    def loaded(state: Any, **warmup: Any) -> Any:
-        ranks = Ranks(1, dgc(0.1, ResidualMemory, selector=Laplace(warm_start=True), **warmup), SHAPES)
-        ranks.states[0].begin_epoch(0)
-        if state is not None:
-            ranks.states[0].load_state_dict(state)
-        return ranks
+def with_a_history() -> tuple[Any, Any]:
+    """A rank after four steps, with its state."""
+    ranks = loaded_with_a_warm_start(None)
+    means(ranks, range(4))
+    return ranks, ranks.states[0].state_dict()
 
-    whole = loaded(None)
-    steps(whole, range(4))
-    state = whole.states[0].state_dict()
+
+def test_a_state_has_the_selector_s_history_with_its_ratio() -> None:
+    _, state = with_a_history()
     assert set(state["history"]) == set(SHAPES)
     assert all(rows["ratio"] == 0.1 for rows in state["history"].values())
-    again, forgetful = loaded(loaded(state).states[0].state_dict()), {**state, "history": {}}
-    expected = steps(whole, range(4, 10))
-    assert all(map(torch.equal, steps(again, range(4, 10)), expected))
-    assert not all(map(torch.equal, steps(loaded(forgetful), range(4, 10)), expected))
+
+
+def test_a_selector_s_history_is_loaded_with_the_state() -> None:
+    whole, state = with_a_history()
+    again = loaded_with_a_warm_start(loaded_with_a_warm_start(state).states[0].state_dict())
+    assert all(map(torch.equal, means(again, range(4, 10)), means(whole, range(4, 10))))
+
+
+def test_a_state_without_the_selector_s_history_selects_otherwise() -> None:
+    whole, state = with_a_history()
+    forgetful = loaded_with_a_warm_start({**state, "history": {}})
+    assert not all(map(torch.equal, means(forgetful, range(4, 10)), means(whole, range(4, 10))))
+
+
+def test_a_selector_s_history_is_not_used_at_another_ratio() -> None:
+    _, state = with_a_history()
     warm: Any = {"warmup_epochs": 1, "warmup_coeff": [0.2]}
-    assert all(map(torch.equal, steps(loaded(state, **warm), [4]), steps(loaded(forgetful, **warm), [4])))
+    one, other = (loaded_with_a_warm_start(given, **warm) for given in (state, {**state, "history": {}}))
+    assert all(map(torch.equal, means(one, [4]), means(other, [4])))
 
 
-def test_half_precision_gradients() -> None:
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_gradients(dtype: Any) -> None:
     """As the paper's algorithm has them."""
-    for dtype in (torch.float16, torch.bfloat16):
-        ranks = Ranks(2, dgc(sample_ratio=1), SHAPES, dtype)
-        definition = Ranks(2, lambda: paper.DGC(0.05, 0.9), SHAPES, dtype)
-        for step in range(4):
-            own = gradients(2, step)
-            assert torch.equal(ranks.exchange(own)[1].to(dtype), definition.exchange(own)[1])
+    ranks = Ranks(2, dgc(sample_ratio=1), SHAPES, dtype)
+    definition = Ranks(2, lambda: paper.DGC(0.05, 0.9), SHAPES, dtype)
+    for step in range(4):
+        own = gradients(2, step)
+        assert torch.equal(ranks.exchange(own)[1].to(dtype), definition.exchange(own)[1])
 
 
 def test_it_takes_matrices_unless_told_otherwise() -> None:

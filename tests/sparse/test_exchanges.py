@@ -1,7 +1,7 @@
 """Exchanges of sparse payloads: what is dealt to whom, what returns, and how many bytes that takes."""
 
 from functools import partial
-from itertools import pairwise, product
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,38 +39,54 @@ def ranks_of(
     return Ranks(size, lambda: DGCCompressor(ratio, ResidualMemory(), exchange=exchange, **rest), [shape])
 
 
-def test_every_element_has_one_place_and_the_largest_of_each_region_are_dealt() -> None:
-    for size, numel in product((1, 2, 3, 7), (0, 1, 12, 13, 14, 1000, 4011)):
-        offsets, found = sorted({0, min(5, numel), numel // 2, numel}), []
-        regions = divide_into_regions(torch.tensor(offsets), numel, size)
-        for r in range(size):
-            end = int(regions.bounds[r, -1])
-            assert end <= regions.numel == largest_region(numel, size)
-            index = regions.index_of(torch.arange(end), r)
-            assert torch.equal(index, index.sort().values)  # the order is kept
-            assert bool(((index // BLOCK) % size == r).all())
-            for s, (start, stop) in enumerate(pairwise(offsets)):
-                own = index[int(regions.bounds[r, s]) : int(regions.bounds[r, s + 1])]
-                assert torch.equal(own, index[(index >= start) & (index < stop)])
-            found.append(index)
-        assert torch.equal(torch.cat(found).sort().values, torch.arange(numel)), (size, numel)
-    # balanced where columns differ: rows of a power of two, of which the first eighth is selected
+@pytest.mark.parametrize("numel", [0, 1, 12, 13, 14, 1000, 4011])
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_every_element_has_one_place_in_the_regions(size: int, numel: int) -> None:
+    offsets, found = sorted({0, min(5, numel), numel // 2, numel}), []
+    regions = divide_into_regions(torch.tensor(offsets), numel, size)
+    for r in range(size):
+        end = int(regions.bounds[r, -1])
+        assert end <= regions.numel == largest_region(numel, size)
+        index = regions.index_of(torch.arange(end), r)
+        assert torch.equal(index, index.sort().values)  # the order is kept
+        assert bool(((index // BLOCK) % size == r).all())
+        for s, (start, stop) in enumerate(pairwise(offsets)):
+            own = index[int(regions.bounds[r, s]) : int(regions.bounds[r, s + 1])]
+            assert torch.equal(own, index[(index >= start) & (index < stop)])
+        found.append(index)
+    assert torch.equal(torch.cat(found).sort().values, torch.arange(numel))
+
+
+@pytest.mark.parametrize("size", [2, 8, 64])
+def test_regions_are_balanced_where_columns_differ(size: int) -> None:
+    """Rows of a power of two, of which the first eighth is selected."""
     selected = torch.arange(512 * 512).view(512, 512)[:, :64].reshape(-1)
-    for size in (2, 8, 64):
-        counts = (selected // BLOCK % size).bincount(minlength=size)
-        assert float((counts.max() - counts.min()) / counts.float().mean()) < 0.15
+    counts = (selected // BLOCK % size).bincount(minlength=size)
+    assert float((counts.max() - counts.min()) / counts.float().mean()) < 0.15
+
+
+def dealt() -> tuple[Any, Any, Any]:
+    """Two regions with the elements that each has received. Blocks 0, 2 and 4 are of region 0, the others of 1."""
     regions = divide_into_regions(torch.tensor([0, 5 * BLOCK]), 5 * BLOCK, 2)
-    # blocks 0, 2, 4 are of region 0; 1 and 3 of region 1
     indices = [0, 3, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 7, 3 * BLOCK, 4 * BLOCK + 2]
     first, second = regions.deal(selection_of(indices, [1.0, -5.0, 0.5, 2.0, -2.0, 0.1, 4.0], 9), 3)
+    return regions, first, second
+
+
+def test_the_largest_of_each_region_are_dealt() -> None:
+    _, first, second = dealt()
     assert first.indices.tolist() == [3, BLOCK, 2 * BLOCK + 2] and first.values.tolist() == [-5.0, 2.0, 4.0]
     assert second.indices.tolist() == [1, BLOCK, 0] and second.count == 2
+
+
+def test_what_was_dealt_is_joined_in_order() -> None:
+    regions, first, second = dealt()
     joined = regions.join([first, second])
     assert joined.indices.tolist() == [3, BLOCK + 1, 2 * BLOCK, 3 * BLOCK, 4 * BLOCK + 2, 0] and joined.count == 5
     assert joined.values.tolist() == [-5.0, 0.5, 2.0, pytest.approx(0.1), 4.0, 0.0]
 
 
-def test_what_a_full_payload_or_the_result_does_not_have_waits_on_the_rank_that_selected_it() -> None:
+def test_what_a_full_payload_does_not_have_waits_on_the_rank_that_selected_it() -> None:
     """All that a rank selects lies in the region of one rank."""
     size, numel = 4, 4 * BLOCK * 10
     gradient = 1e-3 * torch.rand(numel, generator=torch.Generator().manual_seed(0)) + 1e-3
@@ -81,7 +97,10 @@ def test_what_a_full_payload_or_the_result_does_not_have_waits_on_the_rank_that_
     assert torch.equal(ranks.step([gradient] * size).nonzero().view(-1), sent)
     for error in ranks.errors():
         assert torch.equal(error[left], gradient[left]) and not error[sent].any()
-    # Every rank selects k elements of its own. The result has 2 k of all.
+
+
+def test_what_the_result_does_not_have_waits_on_the_rank_that_selected_it() -> None:
+    """Every rank selects k elements of its own. The result has 2 k of all."""
     size, k, own = 8, 200, torch.zeros(8, 4000)
     for rank in range(size):
         own[rank, rank * 300 + torch.arange(k)] = 1.0 + rank
@@ -93,43 +112,66 @@ def test_what_a_full_payload_or_the_result_does_not_have_waits_on_the_rank_that_
 
 
 @pytest.mark.usefixtures("no_type_checks")
-def test_bytes_are_planned_and_those_of_the_docs_and_a_bucket_goes_dense_where_that_is_cheaper() -> None:
+@pytest.mark.parametrize("size", [3, 8, 11, 16])
+def test_as_many_bytes_are_sent_as_planned(size: int) -> None:
     """Of the rank that sends most; laws/table.py has the formulas of payloads."""
-    for size in (3, 8, 11, 16):
-        ranks = ranks_of(size, int32_indices=True)
-        ranks.step([normal(4000, seed=rank) for rank in range(size)])
-        found = {(meter.wire_bytes, meter.rounds) for meter in ranks.world.meters}
-        assert found == {(wire_bytes("reduce_scatter", payload_of(4000, 0.05), size), 2)}
-    for size, (ratio, kind) in product((4, 16), ((0.36, DenseResult), (0.3, SparseResult))):
-        ranks = ranks_of(size, "reduce_scatter", ratio, (300, 100), int32_indices=True)
-        results, _ = ranks.exchange([normal(30_000, seed=rank) for rank in range(size)])
-        assert all(isinstance(result, kind) for result in results)
-        dense = 2 * 4 * 30_000 * (size - 1) / size + all_gather_wire_bytes(24, size)
-        assert ranks.world.meters[0].wire_bytes <= dense
-    # A bucket of ResNet-50's size at 0.1 %. auto sends the fewest bytes of the two.
-    payload, chosen = payload_of(25_557_032, 0.001), []
-    fewest, many = (wire_bytes("reduce_scatter", payload, size) for size in (8, 1024))
-    assert many <= 1.5 * fewest and wire_bytes("all_gather", payload, 1024) > 300 * many
-    for size in (8, 16, 64, 256, 1024):
-        assert wire_bytes("reduce_scatter", payload, size) <= 6 * 4 * payload.budget.capacity
-    for size in (1, 2, 3, 4, 8, 1024):
-        exchanges = ("all_gather", "reduce_scatter", "auto")
-        gathered, scattered, auto = (wire_bytes(name, payload, size) for name in exchanges)
-        assert auto == min(gathered, scattered)
-        chosen.append(scattered < gathered)
-    assert chosen == [False, False, False, True, True, True]
+    ranks = ranks_of(size, int32_indices=True)
+    ranks.step([normal(4000, seed=rank) for rank in range(size)])
+    found = {(meter.wire_bytes, meter.rounds) for meter in ranks.world.meters}
+    assert found == {(wire_bytes("reduce_scatter", payload_of(4000, 0.05), size), 2)}
+
+
+@pytest.mark.usefixtures("no_type_checks")
+@pytest.mark.parametrize(("ratio", "kind"), [(0.36, DenseResult), (0.3, SparseResult)])
+@pytest.mark.parametrize("size", [4, 16])
+def test_a_bucket_goes_dense_where_that_is_cheaper(size: int, ratio: float, kind: type) -> None:
+    ranks = ranks_of(size, "reduce_scatter", ratio, (300, 100), int32_indices=True)
+    results, _ = ranks.exchange([normal(30_000, seed=rank) for rank in range(size)])
+    assert all(isinstance(result, kind) for result in results)
+    dense = 2 * 4 * 30_000 * (size - 1) / size + all_gather_wire_bytes(24, size)
+    assert ranks.world.meters[0].wire_bytes <= dense
+
+
+@pytest.fixture(scope="module")
+def of_resnet50() -> PayloadPlan:
+    """The payload of a bucket of ResNet-50's size at 0.1 %."""
+    return payload_of(25_557_032, 0.001)
+
+
+def test_bytes_of_reduce_scatter_hardly_grow_with_the_number_of_ranks(of_resnet50: PayloadPlan) -> None:
+    fewest, many = (wire_bytes("reduce_scatter", of_resnet50, size) for size in (8, 1024))
+    assert many <= 1.5 * fewest and wire_bytes("all_gather", of_resnet50, 1024) > 300 * many
+
+
+@pytest.mark.parametrize("size", [8, 16, 64, 256, 1024])
+def test_reduce_scatter_sends_at_most_six_words_for_each_element(size: int, of_resnet50: PayloadPlan) -> None:
+    assert wire_bytes("reduce_scatter", of_resnet50, size) <= 6 * 4 * of_resnet50.budget.capacity
+
+
+@pytest.mark.parametrize(
+    ("size", "scatters"), [(1, False), (2, False), (3, False), (4, True), (8, True), (1024, True)]
+)
+def test_auto_sends_the_fewest_bytes(size: int, scatters: bool, of_resnet50: PayloadPlan) -> None:
+    exchanges = ("all_gather", "reduce_scatter", "auto")
+    gathered, scattered, auto = (wire_bytes(name, of_resnet50, size) for name in exchanges)
+    assert auto == min(gathered, scattered)
+    assert (scattered < gathered) == scatters
+
+
+def test_bytes_of_exchanges_are_those_of_the_docs(of_resnet50: PayloadPlan) -> None:
     text = Path(__file__).parents[2].joinpath("docs/methods.md").read_text()
     head = "| ranks | `all_gather` | `reduce_scatter` |\n|---:|---:|---:|\n"
     table = text.split(head)[1].split("\n\n")[0].splitlines()
     assert len(table) > 4
     for row in table:
         size = int(row.split("|")[1])
-        planned = [wire_bytes(name, payload, size) for name in ("all_gather", "reduce_scatter")]
+        planned = [wire_bytes(name, of_resnet50, size) for name in ("all_gather", "reduce_scatter")]
         assert row == f"| {size} | " + " | ".join(f"{nbytes / 1e6:.2f} MB" for nbytes in planned) + " |"
 
 
 @pytest.mark.parametrize(("masking", "u"), [(True, [0, 0, 0, 3, 4, 5]), (False, [0, 1, 2, 3, 4, 5])])
-def test_what_returns_is_added_once_and_momentum_is_masked_where_this_rank_sent(masking: Any, u: Any) -> None:
+def test_between_steps_what_returns_is_added_once_to_what_this_rank_did_not_send(masking: Any, u: Any) -> None:
+    """Momentum is masked where this rank sent, if asked for."""
     bucket, v = make_bucket("b", [("w", torch.zeros(6))]), [0, -1, 9, 3, 24, 5]
     memory = Held(DGCSGDMemory(0.5, momentum_masking=masking))
     memory.plan(bucket)
@@ -154,31 +196,36 @@ def test_what_returns_is_added_once_and_momentum_is_masked_where_this_rank_sent(
     assert errors() == [inputs.v.tolist()] == [v]
 
 
-def test_a_rank_with_other_settings_is_named_and_told_the_cure() -> None:
-    """Also where the payloads have equal sizes."""
+def first_messages(exchange: str, settings: Any) -> Any:
+    """The conversations of ranks with these settings, with the messages of their first round."""
+    make, conversations = partial(DGCCompressor, memory=ResidualMemory(), int32_indices=True), []
+    for rank, (ratio, dtype) in enumerate(settings):
+        bucket = make_bucket("b", [("w", torch.zeros(100, 100))])
+        bucket.flat.copy_(normal(bucket.numel, seed=rank))
+        compressor = make(ratio, values=CastValues(dtype), exchange=exchange)
+        conversations.append(compressor.reduce(bucket, compressor.init(bucket, len(settings), rank)))
+    return conversations, [next_requests(conversation)[0] for conversation in conversations]
 
-    def first_messages(exchange: str, settings: Any) -> Any:
-        """The conversations of ranks with these settings, and the messages of their first round."""
-        make, conversations = partial(DGCCompressor, memory=ResidualMemory(), int32_indices=True), []
-        for rank, (ratio, dtype) in enumerate(settings):
-            bucket = make_bucket("b", [("w", torch.zeros(100, 100))])
-            bucket.flat.copy_(normal(bucket.numel, seed=rank))
-            compressor = make(ratio, values=CastValues(dtype), exchange=exchange)
-            conversations.append(compressor.reduce(bucket, compressor.init(bucket, len(settings), rank)))
-        return conversations, [next_requests(conversation)[0] for conversation in conversations]
 
-    usual = (0.01, "fp16")
-    for odd, words in (
+@pytest.mark.parametrize(
+    ("odd", "words"),
+    [
         ((0.02, "fp16"), "at compress_ratio 0.02, this rank at 0.01: call begin_epoch"),
-        ((0.010001, "fp16"), "at compress_ratio 0.010001"),
+        ((0.010001, "fp16"), "at compress_ratio 0.010001"),  # the payloads have equal sizes
         ((0.01, "bf16"), "in another format than this rank"),
-    ):
-        words = f"rank 1 encoded bucket b {words}"
-        conversations, messages = first_messages("reduce_scatter", [usual, odd, usual])
-        for rank in (0, 2):
-            received = tuple(message.tensor.split(list(message.splits))[rank] for message in messages)
-            with pytest.raises(PayloadError, match=words):
-                conversations[rank].send((received,))
+    ],
+    ids=["another ratio", "nearly the same ratio", "another dtype"],
+)
+def test_a_rank_with_other_settings_is_named(odd: Any, words: str) -> None:
+    usual = (0.01, "fp16")
+    conversations, messages = first_messages("reduce_scatter", [usual, odd, usual])
+    for rank in (0, 2):
+        received = tuple(message.tensor.split(list(message.splits))[rank] for message in messages)
+        with pytest.raises(PayloadError, match=f"rank 1 encoded bucket b {words}"):
+            conversations[rank].send((received,))
+
+
+def test_a_simulated_rank_with_other_settings_is_told_the_cure() -> None:
     ratios, make = [0.01, 0.02], partial(DGCCompressor, memory=ResidualMemory(), exchange="reduce_scatter")
     ranks = Ranks(2, lambda: make(ratios.pop()), [(300, 100)])
     with pytest.raises(LockstepError, match=r"which expects .*; give every rank the same settings"):

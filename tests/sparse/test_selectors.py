@@ -2,14 +2,13 @@
 
 import math
 from functools import cache, partial
-from itertools import product
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 from cases import case
-from refusals import check_refusals
+from refusals import refuse
 from sparse.shapes import SHAPES, indices_of, laplace, plan_of, rng, wall
 
 import dgc.kernels as kernels
@@ -74,37 +73,75 @@ def check(selector: str, indices: Any, v: Any, plan: Any) -> None:
         assert own.numel() == 0 or part[own].abs().min() >= part.abs().index_fill(0, own, 0.0).max()
 
 
+SOME_SIZES = (4000, 20_000, 0, 3, 1)
+WHOLE = ("laplace", "zeros", "half zeros", "ties", "tiny", "huge")
+ON_SHAPES = [*((shape, 0.001) for shape in SHAPES), *((shape, 1.0) for shape in WHOLE)]
+on_every_shape = pytest.mark.parametrize(("shape", "ratio"), ON_SHAPES)
+
+
 @pytest.mark.parametrize("selector", SELECTORS)
-def test_promises_on_every_shape(selector: Any) -> None:
-    """Within capacity, no zero, something of every tensor that has anything, the largest first, and repeatable."""
-    sizes, whole = (4000, 20_000, 0, 3, 1), ("laplace", "zeros", "half zeros", "ties", "tiny", "huge")
-    for shape, ratio in [*((shape, 0.001) for shape in SHAPES), *((shape, 1.0) for shape in whole)]:
-        plans = [plan_of(*sizes, ratio=ratio) for _ in range(2)]
-        for step in range(2):
-            v = SHAPES[shape](sum(sizes), step)
-            chosen, again = (chosen_by(SELECTORS[selector], v, plan, step) for plan in plans)
-            with case(shape, ratio):
-                assert torch.equal(chosen, again)
-                check(selector, chosen, v, plans[0])
+@on_every_shape
+def test_the_largest_are_sent_within_capacity(selector: Any, shape: str, ratio: float) -> None:
+    """No zero, and something of every tensor that has anything."""
+    plan = plan_of(*SOME_SIZES, ratio=ratio)
+    for step in range(2):
+        v = SHAPES[shape](sum(SOME_SIZES), step)
+        with case("step", step):
+            check(selector, chosen_by(SELECTORS[selector], v, plan, step), v, plan)
 
 
-@pytest.mark.parametrize("selector", SELECTORS.values(), ids=SELECTORS)
-def test_nothing_a_single_element_equal_ones_all_of_them_nan_and_inf(selector: Any) -> None:
-    def chosen(v: Any, *sizes: int, ratio: float) -> Any:
-        return indices_of(selector, v, plan_of(*sizes, ratio=ratio), 0)
+@pytest.mark.parametrize("selector", SELECTORS)
+@on_every_shape
+def test_a_selection_is_repeatable(selector: Any, shape: str, ratio: float) -> None:
+    plans = [plan_of(*SOME_SIZES, ratio=ratio) for _ in range(2)]
+    for step in range(2):
+        v = SHAPES[shape](sum(SOME_SIZES), step)
+        chosen, again = (chosen_by(SELECTORS[selector], v, plan, step) for plan in plans)
+        with case("step", step):
+            assert torch.equal(chosen, again)
 
-    assert chosen(torch.empty(0), 0, ratio=0.1).numel() == 0
-    assert chosen(torch.ones(3), 0, 3, ratio=0.1).numel() == 1
-    for value in (1e-45, -1.0, 3e38):
-        assert chosen(torch.tensor([value]), 1, ratio=0.001).tolist() == [0]
-    assert chosen(torch.full((30_000,), 2.0), 30_000, ratio=0.001).numel() == 30, "equal ones fill the plan"
-    assert chosen(laplace(5000), 5000, ratio=1.0).numel() >= 0.8 * 5000
-    # gradients with NaN never reach v; a tensor of one's own may hold them: they count as the largest
-    for bad in (math.nan, math.inf, -math.inf):
-        v = laplace(30_000)
-        v[[17, 12_345]] = bad
-        found = chosen(v, 10_000, 20_000, ratio=0.01)
-        assert found.numel() <= 300 and {17, 12_345} <= set(found.tolist()), bad
+
+every_selector = pytest.mark.parametrize("selector", SELECTORS.values(), ids=SELECTORS)
+
+
+def chosen(selector: Any, v: Any, *sizes: int, ratio: float) -> Any:
+    return indices_of(selector, v, plan_of(*sizes, ratio=ratio), 0)
+
+
+@every_selector
+def test_of_an_empty_bucket_nothing_is_sent(selector: Any) -> None:
+    assert chosen(selector, torch.empty(0), 0, ratio=0.1).numel() == 0
+
+
+@every_selector
+def test_of_an_empty_tensor_nothing_is_sent(selector: Any) -> None:
+    assert chosen(selector, torch.ones(3), 0, 3, ratio=0.1).numel() == 1
+
+
+@every_selector
+@pytest.mark.parametrize("value", [1e-45, -1.0, 3e38])
+def test_a_single_element_is_sent_whatever_its_size(selector: Any, value: float) -> None:
+    assert chosen(selector, torch.tensor([value]), 1, ratio=0.001).tolist() == [0]
+
+
+@every_selector
+def test_equal_elements_fill_the_plan(selector: Any) -> None:
+    assert chosen(selector, torch.full((30_000,), 2.0), 30_000, ratio=0.001).numel() == 30
+
+
+@every_selector
+def test_at_ratio_1_most_elements_are_sent(selector: Any) -> None:
+    assert chosen(selector, laplace(5000), 5000, ratio=1.0).numel() >= 0.8 * 5000
+
+
+@every_selector
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_elements_that_are_not_finite_count_as_the_largest(selector: Any, bad: float) -> None:
+    """Gradients with NaN never reach v; a tensor of one's own may hold them."""
+    v = laplace(30_000)
+    v[[17, 12_345]] = bad
+    found = chosen(selector, v, 10_000, 20_000, ratio=0.01)
+    assert found.numel() <= 300 and {17, 12_345} <= set(found.tolist())
 
 
 @pytest.fixture
@@ -139,12 +176,16 @@ FITS = [
 
 
 @pytest.mark.parametrize("ratio", [0.001, 0.01])
-def test_estimates_where_they_should_hold(ratio: Any, passes: Any) -> None:
-    for selector, shape, steps, counts, most in FITS:
-        passes.reset_mock()
-        with case(selector, shape):
-            assert counts[0] <= estimates(selector, SHAPES[shape](N, 3), ratio, steps) <= counts[1]
-            assert len(passes.mock_calls) <= most
+@pytest.mark.parametrize(
+    ("selector", "shape", "steps", "counts", "most"),
+    FITS,
+    ids=[f"{number}, {shape}" for number, (_, shape, *_) in enumerate(FITS)],
+)
+def test_an_estimate_holds_where_it_should(
+    ratio: float, selector: Any, shape: str, steps: int, counts: Any, most: int, passes: Any
+) -> None:
+    assert counts[0] <= estimates(selector, SHAPES[shape](N, 3), ratio, steps) <= counts[1]
+    assert len(passes.mock_calls) <= most
 
 
 def test_a_warm_start_begins_at_the_last_threshold(passes: Any) -> None:
@@ -156,46 +197,77 @@ def test_a_warm_start_begins_at_the_last_threshold(passes: Any) -> None:
         assert [name for name, *_ in passes.mock_calls] == ["moments", "tail"]  # the first count is accepted
 
 
-def test_bad_options_and_every_estimator_is_in_the_table() -> None:
-    wrong: list[tuple[Any, str, dict[str, Any]]] = [
-        (Laplace, "stop is one of redsync, tight, exact", {"stop": "loose"}),
-        (Laplace, "method is one of bisection, secant", {"method": "newton"}),
-        (Laplace, "passes", {"passes": 0}),
-        (selectors.Trimmed, "step", {"step": 0.0}),
-        (selectors.Fixed, "threshold", {"threshold": 0.0}),
-        (selectors.Predicted, "margin", {"margin": 0.0}),
-        *((Sampled, "sample_ratio", {"sample_ratio": ratio}) for ratio in (0.0, 1.1)),
-        (Sampled, "compress_upper_bound", {"compress_upper_bound": 0.9}),
-        *((Sampled, "compress_lower_bound", {"compress_lower_bound": bound}) for bound in (0.0, 1.1)),
-        (Sampled, "max_adaptation_iters", {"max_adaptation_iters": -1}),
-        (selectors.TopKPerChunk, "chunk_size must be 1 element or more, not 0", {"chunk_size": 0}),
-    ]
-    check_refusals(*((partial(kind, **options), words) for kind, words, options in wrong))
+WRONG: list[tuple[Any, str, dict[str, Any]]] = [
+    (Laplace, "stop is one of redsync, tight, exact", {"stop": "loose"}),
+    (Laplace, "method is one of bisection, secant", {"method": "newton"}),
+    (Laplace, "passes", {"passes": 0}),
+    (selectors.Trimmed, "step", {"step": 0.0}),
+    (selectors.Fixed, "threshold", {"threshold": 0.0}),
+    (selectors.Predicted, "margin", {"margin": 0.0}),
+    *((Sampled, "sample_ratio", {"sample_ratio": ratio}) for ratio in (0.0, 1.1)),
+    (Sampled, "compress_upper_bound", {"compress_upper_bound": 0.9}),
+    *((Sampled, "compress_lower_bound", {"compress_lower_bound": bound}) for bound in (0.0, 1.1)),
+    (Sampled, "max_adaptation_iters", {"max_adaptation_iters": -1}),
+    (selectors.TopKPerChunk, "chunk_size must be 1 element or more, not 0", {"chunk_size": 0}),
+]
+
+
+@pytest.mark.parametrize(("kind", "words", "options"), WRONG)
+def test_an_option_out_of_range_is_refused(kind: Any, words: str, options: dict[str, Any]) -> None:
+    refuse(words, kind, **options)
+
+
+def test_every_estimator_is_in_the_table_of_selectors() -> None:
     estimators = {kind for base in Estimator.__subclasses__() for kind in (base, *base.__subclasses__())}
     of_product = {e.__name__ for e in estimators if e.__module__.startswith("dgc.")}
     # Fixed sends nothing where nothing reaches its threshold, which others never do
     assert of_product - {"Fixed"} <= {type(selector).__name__ for selector in SELECTORS.values()}
 
 
-def test_a_fixed_threshold_and_the_largest_of_each_chunk_but_no_zeros() -> None:
-    plan, v = plan_of(40, 40, ratio=0.1), torch.zeros(80)
+def seven_above_a_threshold() -> Any:
+    v = torch.zeros(80)
     v[[3, 50, 51, 52, 53, 54, 55]] = torch.tensor([0.4, 0.5, -0.6, 0.7, 0.8, -0.9, 1.0])
-    assert indices_of(selectors.Fixed(0.5), v, plan, 0).tolist() == [50, 51, 52, 53, 54, 55]
-    assert indices_of(selectors.Fixed(2.0), v, plan, 0).numel() == 0
-    crowded = torch.arange(80.0) + 1
-    assert indices_of(selectors.Fixed(0.5), crowded, plan, 0).tolist() == [36, 37, 38, 39, 76, 77, 78, 79]
+    return v
+
+
+def chosen_by_threshold(threshold: float, v: Any) -> list[int]:
+    found: list[int] = indices_of(selectors.Fixed(threshold), v, plan_of(40, 40, ratio=0.1), 0).tolist()
+    return found
+
+
+def test_a_fixed_threshold_sends_what_reaches_it() -> None:
+    assert chosen_by_threshold(0.5, seven_above_a_threshold()) == [50, 51, 52, 53, 54, 55]
+
+
+def test_a_fixed_threshold_sends_nothing_where_nothing_reaches_it() -> None:
+    assert chosen_by_threshold(2.0, seven_above_a_threshold()) == []
+
+
+def test_a_fixed_threshold_sends_the_largest_where_too_many_reach_it() -> None:
+    assert chosen_by_threshold(0.5, torch.arange(80.0) + 1) == [36, 37, 38, 39, 76, 77, 78, 79]
+
+
+@pytest.mark.parametrize(
+    ("chunk", "ratio"), [(4096, 64 / 4096), (64, 0.03), (7, 0.5), (2, 0.9), (10**6, 0.01), (1, 0.25)]
+)
+def test_the_largest_of_each_chunk_are_sent(chunk: int, ratio: float) -> None:
     numels = (8192, 20_000, 0, 3, 1)
     v = laplace(sum(numels))
-    for chunk, ratio in ((4096, 64 / 4096), (64, 0.03), (7, 0.5), (2, 0.9), (10**6, 0.01), (1, 0.25)):
-        plan = plan_of(*numels, ratio=ratio)
-        parts = zip(plan.segments, plan.split(v), strict=True)
-        expected = [segment.offset + i for segment, part in parts for i in by_topk(part, chunk, ratio)]
-        assert indices_of(selectors.TopKPerChunk(chunk), v, plan, 0).tolist() == expected, chunk
-        assert len(expected) == plan.capacity
+    plan = plan_of(*numels, ratio=ratio)
+    parts = zip(plan.segments, plan.split(v), strict=True)
+    expected = [segment.offset + i for segment, part in parts for i in by_topk(part, chunk, ratio)]
+    assert indices_of(selectors.TopKPerChunk(chunk), v, plan, 0).tolist() == expected
+    assert len(expected) == plan.capacity
+
+
+def test_a_chunk_of_small_elements_has_its_share() -> None:
     plan, v = plan_of(3 * 4096, ratio=64 / 4096), laplace(3 * 4096)
     v[4096:8192] *= 1e-3
-    chosen = indices_of(selectors.TopKPerChunk(4096), v, plan, 0)
-    assert torch.bincount(chosen // 4096).tolist() == plan.per_chunk(4096).ks.tolist() == [64] * 3
+    found = indices_of(selectors.TopKPerChunk(4096), v, plan, 0)
+    assert torch.bincount(found // 4096).tolist() == plan.per_chunk(4096).ks.tolist() == [64] * 3
+
+
+def test_no_zeros_of_a_chunk_are_sent() -> None:
     v = torch.zeros(100).index_fill(0, torch.tensor([55]), -2.0)
     assert indices_of(selectors.TopKPerChunk(10), v, plan_of(100, ratio=0.1), 0).tolist() == [55]
 
@@ -238,45 +310,62 @@ def reaching(selector: Any, v: Any, ratio: Any, seed: int = 0) -> Any:
     return int(selector.estimate(Ranges(v, plan_of(v.numel(), ratio=ratio), seed))[1])
 
 
+@pytest.mark.parametrize("strided", [True, False], ids=["strided", "at random"])
 @pytest.mark.parametrize("ratio", [0.001, 0.01, 0.1])
-def test_count_on_laplace_data(ratio: Any) -> None:
-    """Before the cut candidates lie within the bounds. torch's generator is left alone."""
-    n, before = 100_000, torch.get_rng_state()
-    plan = plan_of(n, ratio=ratio)
+def test_a_sample_of_laplace_data_fills_most_of_the_plan(ratio: Any, strided: bool) -> None:
+    plan = plan_of(100_000, ratio=ratio)
     for seed in range(5):
-        v = laplace(n, seed)
-        for strided in (True, False):
-            count = indices_of(Sampled(strided_sample=strided), v, plan, seed).numel()
-            assert 0.8 * plan.capacity <= count <= plan.capacity
-        assert 0.8 * n * ratio <= reaching(Sampled(), v, ratio, seed) <= 1.3 * math.ceil(n * ratio)
+        count = indices_of(Sampled(strided_sample=strided), laplace(100_000, seed), plan, seed).numel()
+        assert 0.8 * plan.capacity <= count <= plan.capacity, seed
+
+
+@pytest.mark.parametrize("ratio", [0.001, 0.01, 0.1])
+def test_candidates_lie_within_the_bounds_before_the_cut(ratio: Any) -> None:
+    n = 100_000
+    for seed in range(5):
+        reached = reaching(Sampled(), laplace(n, seed), ratio, seed)
+        assert 0.8 * n * ratio <= reached <= 1.3 * math.ceil(n * ratio), seed
+
+
+@pytest.mark.parametrize("strided", [True, False], ids=["strided", "at random"])
+def test_sampling_leaves_torch_s_generator_alone(strided: bool) -> None:
+    v, before = laplace(100_000, 0), torch.get_rng_state()
+    for ratio in (0.001, 0.01, 0.1):
+        indices_of(Sampled(strided_sample=strided), v, plan_of(100_000, ratio=ratio), 0)
+        reaching(Sampled(strided_sample=strided), v, ratio)
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_count_on_the_wall_of_a_single_outlier_and_of_tiny_tensors() -> None:
-    """Resampling cuts an over-full selection to k; a thin one adapts until it holds 0.8 k. A sample without the
-    outlier gives threshold 0, which takes what is not zero. That of a tiny tensor is all of it, and exact.
-    """
+def test_on_a_wall_most_of_the_plan_is_filled() -> None:
+    """Resampling cuts an over-full selection to k; a thin one adapts until it holds 0.8 k."""
     plan = plan_of(100_000, ratio=0.001)
     assert all(80 <= indices_of(Sampled(), wall(100_000, seed), plan, seed).numel() <= 100 for seed in range(10))
+
+
+def test_a_single_outlier_is_sent() -> None:
+    """A sample without it gives threshold 0, which takes what is not zero."""
     v, plan = SHAPES["outlier"](30_000), plan_of(30_000, ratio=0.001)
     assert all(indices_of(Sampled(), v, plan, seed).tolist() == [10_000] for seed in range(5))
-    for n in (1, 2, 5, 100, 1999):
-        v = laplace(n) + 0.01
-        chosen = indices_of(Sampled(), v, plan_of(n, ratio=0.001), 0)
-        assert torch.equal(chosen, largest(v, math.ceil(n / 1000))), n
 
 
+@pytest.mark.parametrize("n", [1, 2, 5, 100, 1999])
+def test_the_sample_of_a_tiny_tensor_is_all_of_it(n: int) -> None:
+    v = laplace(n) + 0.01
+    found = indices_of(Sampled(), v, plan_of(n, ratio=0.001), 0)
+    assert torch.equal(found, largest(v, math.ceil(n / 1000)))
+
+
+@pytest.mark.parametrize("sample_ratio", [0.01, 0.3])
+@pytest.mark.parametrize("ratio", [0.001, 0.01, 0.25])
 @pytest.mark.parametrize("n", [2001, 4096, 10_000, 65_536, 99_999, 300_001])
-def test_strided_samples(n: Any) -> None:
+def test_strided_samples(n: Any, ratio: float, sample_ratio: float) -> None:
     v = torch.arange(n, dtype=torch.float64)
-    for ratio, sample_ratio in product((0.001, 0.01, 0.25), (0.01, 0.3)):
-        samples = [Sampled(sample_ratio=sample_ratio)._sample(v, ratio, rng(seed)) for seed in range(8)]
-        strides = [sample.diff().unique().tolist() for sample in samples]
-        wanted = max(math.ceil(n * sample_ratio), math.ceil(2 / ratio))
-        with case(ratio, sample_ratio):
-            assert all(sample.numel() >= min(wanted, n) for sample in samples)
-            assert all(len(own) == 1 and own[0] % 2 == 1 for own in strides)
-            assert len({sample[0].item() for sample in samples}) > 1 or strides[-1] == [1]
+    samples = [Sampled(sample_ratio=sample_ratio)._sample(v, ratio, rng(seed)) for seed in range(8)]
+    strides = [sample.diff().unique().tolist() for sample in samples]
+    wanted = max(math.ceil(n * sample_ratio), math.ceil(2 / ratio))
+    assert all(sample.numel() >= min(wanted, n) for sample in samples)
+    assert all(len(own) == 1 and own[0] % 2 == 1 for own in strides)
+    assert len({sample[0].item() for sample in samples}) > 1 or strides[-1] == [1]
 
 
 def first_at(threshold: float, **options: Any) -> Any:
@@ -293,30 +382,51 @@ def first_at(threshold: float, **options: Any) -> Any:
 RAMP = torch.arange(1000) * 0.01 + 0.005
 
 
-def test_too_few_lower_the_threshold_too_many_raise_it_or_are_resampled_until_the_end(monkeypatch: Any) -> None:
-    """9.95, 7.96, 6.368: 5, 204, 363 elements for k = 400, where 320 are enough."""
-    counted, count = [], Ranges.count
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many elements each threshold reached that was tried."""
+    numbers, count = list[int](), Ranges.count
 
     def noted(self: Any, t: Any, where: Any) -> Any:
         counts = count(self, t, where)
-        counted.append(int(counts))
+        numbers.append(int(counts))
         return counts
 
-    def counts_of(selector: Any, ratio: Any) -> Any:
-        counted.clear()
-        assert reaching(selector, RAMP, ratio) == counted[-1]
-        return [*counted]
-
     monkeypatch.setattr(Ranges, "count", noted)
+    return numbers
+
+
+def counts_of(counted: list[int], selector: Any, ratio: float) -> list[int]:
+    assert reaching(selector, RAMP, ratio) == counted[-1]
+    return counted
+
+
+def test_too_many_elements_are_resampled_at_once(counted: list[int]) -> None:
     assert indices_of(first_at(0.5), RAMP, plan_of(1000, ratio=0.1), 0).tolist() == list(range(900, 1000))
-    assert counted == [950], "resampled at once"
-    assert counts_of(first_at(9.95), 0.4) == [5, 204, 363]
-    *_, last_but_one, last = found = counts_of(first_at(0.5, resample=False), 0.6)
+    assert counted == [950]
+
+
+def test_too_few_elements_lower_the_threshold(counted: list[int]) -> None:
+    """9.95, 7.96, 6.368: 5, 204, 363 elements for k = 400, where 320 are enough."""
+    assert counts_of(counted, first_at(9.95), 0.4) == [5, 204, 363]
+
+
+def test_too_many_elements_raise_the_threshold_without_resampling(counted: list[int]) -> None:
+    *_, last_but_one, last = found = counts_of(counted, first_at(0.5, resample=False), 0.6)
     assert found == pytest.approx([100 * (10 - 0.5 * 1.3**i) for i in range(7)], abs=1)
     assert last_but_one > 1.3 * 600 >= last
-    assert len(counts_of(first_at(0.5, resample=False, max_adaptation_iters=3), 0.001)) == 4
-    assert counts_of(first_at(9.95, max_adaptation_iters=0), 0.4) == [5]
-    assert counts_of(first_at(1.0), 0.85) == [900]
+
+
+def test_the_threshold_is_adapted_as_often_as_is_allowed(counted: list[int]) -> None:
+    assert len(counts_of(counted, first_at(0.5, resample=False, max_adaptation_iters=3), 0.001)) == 4
+
+
+def test_without_adaptation_the_first_threshold_is_taken(counted: list[int]) -> None:
+    assert counts_of(counted, first_at(9.95, max_adaptation_iters=0), 0.4) == [5]
+
+
+def test_a_threshold_within_the_bounds_is_taken(counted: list[int]) -> None:
+    assert counts_of(counted, first_at(1.0), 0.85) == [900]
 
 
 WARM, STEPS = 20, 30
@@ -356,45 +466,72 @@ def shares(**settings: Any) -> Any:
     return LockstepWorld(2).run(body)[1]
 
 
-def test_as_many_elements_as_planned_and_codes_of_any_length_leave_few_behind() -> None:
-    for per_bucket in (False, True):
-        steady = shares(selector=selectors.Predicted(per_bucket=per_bucket))
-        assert len(steady) >= STEPS - WARM and all(abs(share - 1) <= 0.02 for share in steady), per_bucket
-    # Their plan has room for what is likely: now and then some elements wait for the next step.
-    for indices in (RiceIndices(), PackedIndices()):
-        steady = shares(indices=indices)
-        assert 0.98 <= sum(steady) / len(steady) <= 1, indices
+@pytest.mark.parametrize("per_bucket", [False, True])
+def test_as_many_elements_are_sent_as_planned(per_bucket: bool) -> None:
+    steady = shares(selector=selectors.Predicted(per_bucket=per_bucket))
+    assert len(steady) >= STEPS - WARM and all(abs(share - 1) <= 0.02 for share in steady)
 
 
-def test_plan_rounds_up_gives_free_slots_in_proportion_to_the_surplus_and_hands_its_history_on() -> None:
+@pytest.mark.parametrize("indices", [RiceIndices(), PackedIndices()], ids=["rice", "packed"])
+def test_codes_of_any_length_leave_few_elements_behind(indices: Any) -> None:
+    """Their plan has room for what is likely: now and then some elements wait for the next step."""
+    steady = shares(indices=indices)
+    assert 0.98 <= sum(steady) / len(steady) <= 1
+
+
+def test_a_plan_rounds_up() -> None:
     plan = plan_of(1, 10, 999, 1000, 1001, 0, ratio=0.001)
     assert plan.ks == (1, 1, 1, 1, 2, 0) and plan.capacity == 6
     assert plan.per_tensor.bounds.tolist() == [0, 1, 11, 1010, 2010, 3011, 3011]
+
+
+def test_a_plan_at_ratio_1_has_all_elements() -> None:
     assert plan_of(3, 70, ratio=1.0).ks == (3, 70)
-    # the noise of floats sends nothing more: 0.07 * 100 is 7.000000000000001
-    for ratio, numel, k in ((0.07, 100, 7), (0.29, 100, 29), (1e-3, 1000, 1), (1e-9, 5, 1)):
-        assert plan_of(numel, ratio=ratio).ks == (k,)
-    for sizes, ratio, counts, ks in (
-        ([40] * 3, 0.1, [0, 4, 3], [0, 4, 3]),  # what fits is kept
+
+
+@pytest.mark.parametrize(("ratio", "numel", "k"), [(0.07, 100, 7), (0.29, 100, 29), (1e-3, 1000, 1), (1e-9, 5, 1)])
+def test_the_noise_of_floats_sends_nothing_more(ratio: float, numel: int, k: int) -> None:
+    """0.07 * 100 is 7.000000000000001."""
+    assert plan_of(numel, ratio=ratio).ks == (k,)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ratio", "counts", "ks"),
+    [
+        pytest.param([40] * 3, 0.1, [0, 4, 3], [0, 4, 3], id="what fits is kept"),
         # 4 slots each; the first leaves 4 free, the others have 6 and 3 too many
-        ([40] * 3, 0.1, [0, 10, 7], [0, 4 + 4 * 6 // 9, 4 + 4 * 3 // 9]),
-        ([40] * 3, 0.1, [0, 6, 6], [0, 6, 6]),
+        pytest.param([40] * 3, 0.1, [0, 10, 7], [0, 4 + 4 * 6 // 9, 4 + 4 * 3 // 9], id="6 and 3 too many"),
+        pytest.param([40] * 3, 0.1, [0, 6, 6], [0, 6, 6], id="2 and 2 too many"),
         # free slots times surplus exceed 32 bits
-        ([3_000_000] * 2, 0.5, [0, 3_000_000], [0, 3_000_000]),
-        ([3_000_000] * 2, 0.5, [10, 2_999_999], [10, 2_999_990]),
-    ):
-        assert plan_of(*sizes, ratio=ratio).shared(torch.tensor(counts)).ks.tolist() == ks, counts
+        pytest.param([3_000_000] * 2, 0.5, [0, 3_000_000], [0, 3_000_000], id="beyond 32 bits"),
+        pytest.param([3_000_000] * 2, 0.5, [10, 2_999_999], [10, 2_999_990], id="nearly all in one"),
+    ],
+)
+def test_free_slots_are_given_in_proportion_to_the_surplus(sizes: Any, ratio: float, counts: Any, ks: Any) -> None:
+    assert plan_of(*sizes, ratio=ratio).shared(torch.tensor(counts)).ks.tolist() == ks
+
+
+def test_shared_slots_never_exceed_the_capacity() -> None:
     generator, plan = torch.Generator().manual_seed(0), plan_of(*[1000] * 9, ratio=0.01)
     for _ in range(200):
         wanted = torch.randint(40, (9,), generator=generator)
         shared = plan.shared(wanted)
         assert shared.capacity == plan.capacity >= int(shared.ks.sum()) and bool((shared.ks <= wanted).all())
-    # That of some tensors alone is not used.
-    one, two, larger = plan_of(5, 6, 7, ratio=0.5), plan_of(9, 9, ratio=0.5), plan_of(5, 6, 7, 8, ratio=0.5)
+
+
+def history_taken_by(*sizes: int) -> Any:
+    one, other = plan_of(5, 6, 7, ratio=0.5), plan_of(*sizes, ratio=0.5)
     one.history["threshold"] = torch.tensor([1.0, 2.0, 3.0])
-    two.take_history(one.rows_of_history())
-    larger.take_history(one.rows_of_history())
-    assert two.history["threshold"].tolist() == [1.0, 2.0] and larger.history == {}
+    other.take_history(one.rows_of_history())
+    return other.history
+
+
+def test_a_plan_hands_its_history_on() -> None:
+    assert history_taken_by(9, 9)["threshold"].tolist() == [1.0, 2.0]
+
+
+def test_a_history_of_some_tensors_alone_is_not_used() -> None:
+    assert history_taken_by(5, 6, 7, 8) == {}
 
 
 def by_topk(part: Any, chunk: int, ratio: float) -> list[int]:
