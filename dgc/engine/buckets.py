@@ -104,7 +104,7 @@ class PlannedBucket:
 
 
 def check_bucket_mb(bucket_mb: Any) -> None:
-    """Raise ValueError for what is no positive number."""
+    """Raise ValueError if the argument is not a positive number."""
     require("a number", NUMBER, bucket_mb=bucket_mb)
     if not bucket_mb > 0:
         raise ValueError(f"bucket_mb must be positive, not {bucket_mb}")

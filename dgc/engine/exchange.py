@@ -59,7 +59,7 @@ class ExchangeSettings:
         check_steps_per_epoch(self.steps_per_epoch)
         check_bucket_mb(self.bucket_mb)
         mode_of(self.hierarchical)
-        _ = self.route  # raises ValueError for what is no compression
+        _ = self.route  # raises ValueError if it is not a compression
 
     @cached_property
     def route(self) -> Route:

@@ -232,9 +232,10 @@ def check_no_unfrozen(param_groups: Sequence[dict[str, Any]], known: Container[T
 
 
 def check_optimizer_state(optimizer: Optimizer, state: Any) -> None:
-    """Raise ValueError for what is no state, or is of another kind of optimizer, and lacks what a step needs.
+    """Raise ValueError unless `state` is a state of this kind of optimizer, with all that a step needs.
 
-    Versions of torch add settings, and schedulers have theirs: groups differ in both directions if it is another.
+    Versions of torch add settings, and schedulers have theirs. Groups of another kind of optimizer differ in both
+    directions.
     """
     if not isinstance(state, Mapping) or not {"state", "param_groups"} <= state.keys():
         raise ValueError(f"state_dict must be what state_dict() returned, not {state!r}")

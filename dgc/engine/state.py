@@ -129,7 +129,7 @@ def texts(keys: Iterable[Any]) -> list[str]:
 
 
 def check_is_state(state: Any) -> None:
-    """Raise ValueError for what is no state at all."""
+    """Raise ValueError if the argument is not a state."""
     if not isinstance(state, Mapping):
         raise ValueError(f"state must be what compression_state_dict() returned, not {state!r}")
 

@@ -344,7 +344,7 @@ def _divided_dim(label: str, p: DTensor, ranks: Sequence[int], needed: str) -> i
 
 
 def check_ranks(transport: Transport) -> None:
-    """Raise ValueError for what is no transport, or a transport of other ranks than torch.distributed has."""
+    """Raise ValueError unless `transport` is a Transport of the same ranks as torch.distributed."""
     if isinstance(transport, type) or not isinstance(transport, Transport):
         raise ValueError(f"transport must be what dgc.comm connects, with hierarchical=True, not {transport!r}")
     ranks = dist.get_world_size() if dist.is_initialized() else 0

@@ -415,7 +415,7 @@ def _is_called_by(function: str) -> bool:
     """Whether a function of this name is among the callers.
 
     hvd.broadcast_optimizer_state calls step() on gradients of zero, to create state, on the ranks that have none.
-    Nothing may be exchanged then. The gradients do not tell, since those that a program sets itself may be zero on
+    Nothing may be exchanged then. The gradients do not tell: gradients that a program sets itself may be zero on
     one rank only.
     """
     frame: FrameType | None = sys._getframe(1)

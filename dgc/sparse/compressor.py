@@ -246,7 +246,7 @@ class SparseCompressor(Compressor):
         return self.memory.correction
 
     def initialize(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """Compresses only these tensors. Without this call: those that `vectors` says."""
+        """Compresses only these tensors. Without this call, `vectors` says which tensors."""
         self._names = {name for name, _ in named_pairs(named_parameters)}
 
     def accepts(self, segment: Segment) -> bool:

@@ -1,6 +1,6 @@
 """The GPU backend of the quantizers: Triton kernels with the same bits as `Quantizers`.
 
-They are for what is no whole step of `triton_elements`: thresholds whose sums are scattered, the two rounds of
+They are for what is not a whole step of `triton_elements`: thresholds whose sums are scattered, the two rounds of
 1-bit Adam, and messages of gossip in int8. One launch per operation, and one for a mean of signs or ternary codes
 of any number of ranks. Means of levels are as in `Quantizers`.
 
@@ -75,17 +75,17 @@ def with_sign(magnitude, negative):
 
 @triton.jit
 @no_type_check
-def sign_of(x, live, cut, low, high):
+def sign_of(x, is_valid, cut, low, high):
     """Return the field of an element, and what it stands for."""
-    up = (x > cut) & live
+    up = (x > cut) & is_valid
     return up.to(tl.int32), tl.where(up, high, low)
 
 
 @triton.jit
 @no_type_check
-def ternary_of(x, live, threshold):
+def ternary_of(x, is_valid, threshold):
     """As `sign_of`, for a threshold with a sign, or zero."""
-    up, down = (x >= threshold) & live, (x <= -threshold) & live
+    up, down = (x >= threshold) & is_valid, (x <= -threshold) & is_valid
     sent = tl.where(up, threshold, tl.where(down, -threshold, 0.0))
     return tl.where(up, 3, tl.where(down, 2, 0)), sent
 
@@ -93,7 +93,7 @@ def ternary_of(x, live, threshold):
 @triton.jit
 @no_type_check
 def level_of(
-    x, i, live, inverse, step, levels, key, inner_key, RANDOM: tl.constexpr, WIDTH: tl.constexpr
+    x, i, is_valid, inverse, step, levels, key, inner_key, RANDOM: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
     """As `sign_of`, for a level with a sign."""
     scaled = tl.abs(x) * inverse
@@ -101,7 +101,7 @@ def level_of(
         scaled += (random_bits(i, key, inner_key) >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
     else:
         scaled += 0.5
-    level = tl.where(live, tl.minimum(scaled, levels).to(tl.int32), 0)
+    level = tl.where(is_valid, tl.minimum(scaled, levels).to(tl.int32), 0)
     negative = (x < 0) & (level > 0)
     return level | (negative.to(tl.int32) << (WIDTH - 1)), with_sign(step * level.to(tl.float32), negative)
 
@@ -126,11 +126,11 @@ def field_value(field, low, high, KIND: tl.constexpr, WIDTH: tl.constexpr):
 def sign_encode(
     tiles, n_tiles, bounds, starts, v, cuts, lows, highs, codes, residual, KEEP: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    s, length, i, live, place = tile_of(tiles, n_tiles, bounds, starts, 1, TILE)
-    x = tl.load(v + i, mask=live, other=0.0)
-    field, sent = sign_of(x, live, tl.load(cuts + s), tl.load(lows + s), tl.load(highs + s))
+    s, length, i, is_valid, place = tile_of(tiles, n_tiles, bounds, starts, 1, TILE)
+    x = tl.load(v + i, mask=is_valid, other=0.0)
+    field, sent = sign_of(x, is_valid, tl.load(cuts + s), tl.load(lows + s), tl.load(highs + s))
     if KEEP:
-        tl.store(residual + i, x - sent, mask=live)
+        tl.store(residual + i, x - sent, mask=is_valid)
     packed = tl.sum(field << shifts_of(1, True), 1)
     tl.store(codes + place, packed.to(tl.uint8), mask=live_bytes(length, 1, 4, TILE))
 
@@ -139,11 +139,11 @@ def sign_encode(
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def sign_add(tiles, n_tiles, bounds, starts, codes, lows, highs, total, TILE: tl.constexpr):
-    s, length, i, live, place = tile_of(tiles, n_tiles, bounds, starts, 1, TILE)
+    s, length, i, is_valid, place = tile_of(tiles, n_tiles, bounds, starts, 1, TILE)
     packed = tl.load(codes + place, mask=live_bytes(length, 1, 4, TILE), other=0).to(tl.int32)
     low, high = tl.load(lows + s), tl.load(highs + s)
-    x = tl.load(total + i, mask=live, other=0.0)
-    tl.store(total + i, x + field_value(packed[:, None] >> shifts_of(1, True), low, high, SIGNS, 1), mask=live)
+    x = tl.load(total + i, mask=is_valid, other=0.0)
+    tl.store(total + i, x + field_value(packed[:, None] >> shifts_of(1, True), low, high, SIGNS, 1), mask=is_valid)
 
 
 @moves("tiles v", "codes residual")
@@ -152,11 +152,11 @@ def sign_add(tiles, n_tiles, bounds, starts, codes, lows, highs, total, TILE: tl
 def tern_encode(
     tiles, n_tiles, bounds, starts, v, thresholds, codes, residual, KEEP: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    s, length, i, live, place = tile_of(tiles, n_tiles, bounds, starts, 2, TILE)
-    x = tl.load(v + i, mask=live, other=0.0)
-    field, sent = ternary_of(x, live, tl.load(thresholds + s))
+    s, length, i, is_valid, place = tile_of(tiles, n_tiles, bounds, starts, 2, TILE)
+    x = tl.load(v + i, mask=is_valid, other=0.0)
+    field, sent = ternary_of(x, is_valid, tl.load(thresholds + s))
     if KEEP:
-        tl.store(residual + i, x - sent, mask=live)
+        tl.store(residual + i, x - sent, mask=is_valid)
     packed = tl.sum(field << shifts_of(2, True), 1)
     tl.store(codes + place, packed.to(tl.uint8), mask=live_bytes(length, 2, 4, TILE))
 
@@ -165,11 +165,11 @@ def tern_encode(
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def tern_add(tiles, n_tiles, bounds, starts, codes, thresholds, total, TILE: tl.constexpr):
-    s, length, i, live, place = tile_of(tiles, n_tiles, bounds, starts, 2, TILE)
+    s, length, i, is_valid, place = tile_of(tiles, n_tiles, bounds, starts, 2, TILE)
     packed = tl.load(codes + place, mask=live_bytes(length, 2, 4, TILE), other=0).to(tl.int32)
     t = tl.load(thresholds + s)
-    x = tl.load(total + i, mask=live, other=0.0)
-    tl.store(total + i, x + field_value(packed[:, None] >> shifts_of(2, True), t, t, TERNARY, 2), mask=live)
+    x = tl.load(total + i, mask=is_valid, other=0.0)
+    tl.store(total + i, x + field_value(packed[:, None] >> shifts_of(2, True), t, t, TERNARY, 2), mask=is_valid)
 
 
 @moves("tiles v", "codes residual")
@@ -179,12 +179,12 @@ def uniform_encode(
     tiles, n_tiles, bounds, starts, v, inverses, steps, levels, key, inner_key, codes, residual,
     KEEP: tl.constexpr, RANDOM: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    s, length, i, live, place = tile_of(tiles, n_tiles, bounds, starts, WIDTH, TILE)
-    x = tl.load(v + i, mask=live, other=0.0)
+    s, length, i, is_valid, place = tile_of(tiles, n_tiles, bounds, starts, WIDTH, TILE)
+    x = tl.load(v + i, mask=is_valid, other=0.0)
     inverse, step = tl.load(inverses + s), tl.load(steps + s)
-    field, sent = level_of(x, i, live, inverse, step, levels, key, inner_key, RANDOM, WIDTH)
+    field, sent = level_of(x, i, is_valid, inverse, step, levels, key, inner_key, RANDOM, WIDTH)
     if KEEP:
-        tl.store(residual + i, x - sent, mask=live)
+        tl.store(residual + i, x - sent, mask=is_valid)
     packed = tl.sum(field << shifts_of(WIDTH, False), 1)
     tl.store(codes + place, packed.to(tl.uint8), mask=live_bytes(length, WIDTH, 1, TILE))
 
@@ -195,12 +195,12 @@ def uniform_encode(
 def uniform_add(
     tiles, n_tiles, bounds, starts, codes, steps, total, WIDTH: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    s, length, i, live, place = tile_of(tiles, n_tiles, bounds, starts, WIDTH, TILE)
+    s, length, i, is_valid, place = tile_of(tiles, n_tiles, bounds, starts, WIDTH, TILE)
     packed = tl.load(codes + place, mask=live_bytes(length, WIDTH, 1, TILE), other=0).to(tl.int32)
     step = tl.load(steps + s)
-    x = tl.load(total + i, mask=live, other=0.0)
+    x = tl.load(total + i, mask=is_valid, other=0.0)
     value = field_value(packed[:, None] >> shifts_of(WIDTH, False), step, step, LEVELS, WIDTH)
-    tl.store(total + i, x + value, mask=live)
+    tl.store(total + i, x + value, mask=is_valid)
 
 
 @moves("tiles mean", "mean")
@@ -208,12 +208,12 @@ def uniform_add(
 @no_type_check
 def scale(tiles, n_tiles, bounds, starts, factors, size, mean, SCALED: tl.constexpr, TILE: tl.constexpr):
     """Multiply by the segment's factor if SCALED, then divide by `size`."""
-    s, _, i, live, _ = tile_of(tiles, n_tiles, bounds, starts, 8, TILE)
-    x = tl.load(mean + i, mask=live, other=0.0)
+    s, _, i, is_valid, _ = tile_of(tiles, n_tiles, bounds, starts, 8, TILE)
+    x = tl.load(mean + i, mask=is_valid, other=0.0)
     if SCALED:
         x *= tl.load(factors + s)
     # `/` would be an approximate division on GPUs
-    tl.store(mean + i, tl.math.div_rn(x, tl.zeros_like(x) + tl.load(size)), mask=live)
+    tl.store(mean + i, tl.math.div_rn(x, tl.zeros_like(x) + tl.load(size)), mask=is_valid)
 
 
 @moves("tiles codes", "mean")
@@ -224,7 +224,7 @@ def mean_of_fields(
     mean, SCALED: tl.constexpr, UNIT: tl.constexpr, KIND: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Add the fields of all ranks in their order, multiply by the segment's factor if SCALED, divide by `size`."""
-    s, length, i, live, place = tile_of(tiles, n_tiles, bounds, starts, WIDTH, TILE)
+    s, length, i, is_valid, place = tile_of(tiles, n_tiles, bounds, starts, WIDTH, TILE)
     total = tl.zeros([TILE * WIDTH // 8, 8 // WIDTH], dtype=tl.float32)
     read_here = live_bytes(length, WIDTH, UNIT, TILE)
     for r in range(n_ranks):
@@ -238,7 +238,7 @@ def mean_of_fields(
     if SCALED:
         total *= tl.load(factors + s)
     # `/` would be an approximate division on GPUs
-    tl.store(mean + i, tl.math.div_rn(total, tl.zeros_like(total) + tl.load(size)), mask=live)
+    tl.store(mean + i, tl.math.div_rn(total, tl.zeros_like(total) + tl.load(size)), mask=is_valid)
 
 
 @moves("tiles", "total", lambda a: (2 * a.total.numel(), 0))
@@ -249,14 +249,14 @@ def sums(
     WIDTH: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Unpack the sums of all ranks' signs or ternary codes. A share has `fields` fields in `nbytes` bytes."""
-    s, _, i, live, _ = tile_of(tiles, n_tiles, bounds, starts, 8, TILE)
+    s, _, i, is_valid, _ = tile_of(tiles, n_tiles, bounds, starts, 8, TILE)
     field = tl.load(starts + s) * (8 // WIDTH) + i - tl.load(bounds + s)
     place = field % fields * BITS
     byte, share = place // 8, field // fields * nbytes
-    low = tl.load(codes + share + byte, mask=live, other=0).to(tl.int32)
-    high = tl.load(codes + share + byte + 1, mask=live & (byte + 1 < nbytes), other=0).to(tl.int32)
+    low = tl.load(codes + share + byte, mask=is_valid, other=0).to(tl.int32)
+    high = tl.load(codes + share + byte + 1, mask=is_valid & (byte + 1 < nbytes), other=0).to(tl.int32)
     level = ((low | (high << 8)) >> (place % 8).to(tl.int32)) & ((1 << BITS) - 1)
-    tl.store(total + i, (level * (2 // WIDTH)).to(tl.float32) - tl.load(size), mask=live)
+    tl.store(total + i, (level * (2 // WIDTH)).to(tl.float32) - tl.load(size), mask=is_valid)
 
 
 @moves("tiles v", "")

@@ -95,8 +95,8 @@ def encode_blocks(
     KEEP: tl.constexpr, ROTATE: tl.constexpr, BITS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     block, inner = blocks_of(BITS, SIZE, TILE)
-    i, live = elements_of(table, n_blocks, block, inner)
-    x = tl.load(v + i, mask=live, other=0.0)
+    i, is_valid = elements_of(table, n_blocks, block, inner)
+    x = tl.load(v + i, mask=is_valid, other=0.0)
     y = x
     if ROTATE:
         y = turned(x, TILE)
@@ -109,7 +109,7 @@ def encode_blocks(
         value = with_sign(step[:, None, None] * level.to(tl.float32), negative)
         if ROTATE:
             value = turned(value, TILE)
-        tl.store(residual + i, x - value, mask=live)
+        tl.store(residual + i, x - value, mask=is_valid)
     field = level | (negative.to(tl.int32) << (BITS - 1))
     packed = tl.sum(field << (tl.arange(0, 8 // BITS) * BITS)[None, None, :], 2)
     real = block < n_blocks
@@ -145,11 +145,11 @@ def decode_blocks(
     ROTATE: tl.constexpr, BITS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     block, inner = blocks_of(BITS, SIZE, TILE)
-    i, live = elements_of(table, n_blocks, block, inner)
+    i, is_valid = elements_of(table, n_blocks, block, inner)
     row = (block // each).to(tl.int64) * stride
     x = values_of(rows, row, block % each, block < n_blocks, each, levels, ROTATE, BITS, SIZE, TILE)
     # `/` would be an approximate division on GPUs
-    tl.store(out + i, tl.math.div_rn(x, tl.zeros_like(x) + size), mask=live)
+    tl.store(out + i, tl.math.div_rn(x, tl.zeros_like(x) + size), mask=is_valid)
 
 
 class TritonBlocks(Blocks):

@@ -110,19 +110,19 @@ def measure(
     piece = tl.load(tiles + 3 * n_tiles + t)
     inner = tl.load(tiles + 4 * n_tiles + t)
     lane = tl.arange(0, TILE)
-    live = lane < length
+    is_valid = lane < length
     source = tl.load(sources + piece).to(tl.pointer_type(G)) + inner
     # all loads before the first reduction, which is a barrier
-    x = tl.load(source + lane, mask=live, other=0.0).to(tl.float32)
+    x = tl.load(source + lane, mask=is_valid, other=0.0).to(tl.float32)
     if ADDS:
-        before = tl.load(v + start + lane, mask=live, other=0.0)
+        before = tl.load(v + start + lane, mask=is_valid, other=0.0)
     bad = (x.to(tl.int32, bitcast=True) & MAGNITUDE) >= TOO_LARGE
     first_bad = tl.min(tl.where(bad, lane, TILE), 0)
     tl.store(unusable + t, tl.where(first_bad < TILE, start + first_bad, NOWHERE))
     x = tl.where(bad, 0.0, x)
     if ADDS:
         x = before + x
-    tl.store(v + start + lane, x, mask=live)
+    tl.store(v + start + lane, x, mask=is_valid)
     if SCALE != NONE:
         bits = x.to(tl.int32, bitcast=True) & MAGNITUDE
         wide = x.to(tl.float64)
@@ -187,22 +187,22 @@ def encode(
     UNIT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write table and codes, at `begin` to `end`, and the residual. The last program writes the header."""
-    s, length, i, live, place = tile_of(tiles, n_tiles, bounds, starts, WIDTH, TILE)
-    x = tl.load(v + i, mask=live, other=0.0)
+    s, length, i, is_valid, place = tile_of(tiles, n_tiles, bounds, starts, WIDTH, TILE)
+    x = tl.load(v + i, mask=is_valid, other=0.0)
     value = tl.load(values + s)
     if FORM == SIGNS:
-        field, sent = sign_of(x, live, 0.0, value * -1.0, value)  # Triton's minus loses the sign of zero
+        field, sent = sign_of(x, is_valid, 0.0, value * -1.0, value)  # Triton's minus loses the sign of zero
     elif FORM == CUTS:
-        field, sent = sign_of(x, live, value, -1.0, 1.0)
+        field, sent = sign_of(x, is_valid, value, -1.0, 1.0)
     elif FORM == TERNARY:
-        field, sent = ternary_of(x, live, usable_or(value, float("inf")))
+        field, sent = ternary_of(x, is_valid, usable_or(value, float("inf")))
     else:
         inverse, step = level_factors_of(value, levels)
-        field, sent = level_of(x, i, live, inverse, step, levels, key, inner_key, RANDOM, WIDTH)
+        field, sent = level_of(x, i, is_valid, inverse, step, levels, key, inner_key, RANDOM, WIDTH)
     if KEEP == KEEPS_REST:
-        tl.store(residual + i, x - sent, mask=live)
+        tl.store(residual + i, x - sent, mask=is_valid)
     elif KEEP == KEEPS_SCALED:
-        tl.store(residual + i, x * momentum, mask=live)
+        tl.store(residual + i, x * momentum, mask=is_valid)
     written = live_bytes(length, WIDTH, UNIT, TILE)
     packed = tl.sum(field << shifts_of(WIDTH, FORM <= TERNARY), 1)
     byte = begin + place
@@ -246,7 +246,7 @@ def mean_of_payloads(
 
     Each program also adds `share` words to the checksum of each rank.
     """
-    s, length, i, live, place = tile_of(tiles, n_tiles, bounds, starts, WIDTH, TILE)
+    s, length, i, is_valid, place = tile_of(tiles, n_tiles, bounds, starts, WIDTH, TILE)
     t = tl.program_id(0)
     total = tl.zeros([TILE * WIDTH // 8, 8 // WIDTH], dtype=tl.float32)
     written = live_bytes(length, WIDTH, UNIT, TILE)
@@ -280,8 +280,8 @@ def mean_of_payloads(
     if MAJORITY:
         y = tl.where(y > 0, 1.0, tl.where(y < 0, -1.0, 0.0))
     y = rounded(y, P)
-    tl.store(mean + i, y.to(P), mask=live)
-    infinite = live & ((y.to(tl.int32, bitcast=True) & MAGNITUDE) >= INFINITE)
+    tl.store(mean + i, y.to(P), mask=is_valid)
+    infinite = is_valid & ((y.to(tl.int32, bitcast=True) & MAGNITUDE) >= INFINITE)
     if tl.max(tl.max(infinite.to(tl.int32), 1), 0) > 0:
         tl.atomic_add(counters + OVERFLOW, 1, sem="relaxed")
     if tl.atomic_add(counters + FINISHED, 1) == n_tiles - 1:

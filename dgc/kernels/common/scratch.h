@@ -1,4 +1,4 @@
-// Scratch memory that the kernels keep between calls. Its size is that of the largest call so far. Concurrent callers
+// Scratch memory that the kernels keep between calls. Its size is the size of the largest call so far. Concurrent callers
 // use separate instances.
 #pragma once
 

@@ -81,11 +81,11 @@ def tile_of(tiles, n_tiles, pieces, n_pieces, HEIGHT: tl.constexpr, WIDTH: tl.co
     n = tl.load(pieces + piece)
     m = tl.load(pieces + n_pieces + piece)
     at = tl.minimum(row, n - 1)[:, None] * m + column[None, :]  # within 32 bits, also outside of the piece
-    live = (row < n)[:, None] & (column < m)[None, :] & (at < tl.load(pieces + 3 * n_pieces + piece))
+    is_valid = (row < n)[:, None] & (column < m)[None, :] & (at < tl.load(pieces + 3 * n_pieces + piece))
     start = tl.load(pieces + 2 * n_pieces + piece)
     group = tl.load(pieces + 4 * n_pieces + piece)
     member = tl.load(pieces + 5 * n_pieces + piece)
-    return piece, group, member, start, n, m, row, column, at, live
+    return piece, group, member, start, n, m, row, column, at, is_valid
 
 
 @triton.jit
@@ -130,11 +130,11 @@ def refresh(
     begin: where in v the uncompressed tensors begin, of which `errors` remain. firsts[t]: position of the tile's
     first unusable element of the gradient, or NONE. Partial sums of a matrix are [tiles of the sum, rank, length].
     """
-    piece, group, member, start, n, m, row, column, at, live = tile_of(
+    piece, group, member, start, n, m, row, column, at, is_valid = tile_of(
         tiles, n_tiles, pieces, n_pieces, HEIGHT, WIDTH
     )
     is_matrix = group >= 0
-    value = tl.load(v + start + at, mask=live, other=0.0)
+    value = tl.load(v + start + at, mask=is_valid, other=0.0)
     if SENT:
         sent = tl.zeros([HEIGHT, WIDTH], dtype=tl.float32)
         for k in range(rank_of(groups, group, SENT_RANK)):
@@ -143,17 +143,17 @@ def refresh(
         rest = tl.zeros([HEIGHT, WIDTH], dtype=tl.float32)
         if errors is not None:
             place = start - begin + at
-            rest = tl.load(errors + place, mask=live & (place >= 0), other=0.0)
+            rest = tl.load(errors + place, mask=is_valid & (place >= 0), other=0.0)
         value = tl.where(is_matrix, value - sent, rest)
     if G is not None:
         source = tl.load(sources + piece).to(tl.pointer_type(G))
-        g = tl.load(source + at, mask=live, other=0.0).to(tl.float32)
+        g = tl.load(source + at, mask=is_valid, other=0.0).to(tl.float32)
         bad = (g.to(tl.int32, bitcast=True) & MAGNITUDE) >= TOO_LARGE
         first = tl.min(tl.min(tl.where(bad, at, NONE), 1), 0)
         tl.store(firsts + tl.program_id(0), tl.where(first < NONE, start + first, NONE))
         value += tl.where(bad, 0.0, g)
     if STORES:
-        tl.store(v + start + at, value, mask=live)
+        tl.store(v + start + at, value, mask=is_valid)
     if MULTIPLIES:
         rank = rank_of(groups, group, RANK)
         if EVEN:
@@ -228,7 +228,7 @@ def expand(
     P: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Write the products U^T W and the parts of `mean`. largest: bits of the largest magnitude of all of these."""
-    piece, group, member, start, n, m, row, column, at, live = tile_of(
+    piece, group, member, start, n, m, row, column, at, is_valid = tile_of(
         tiles, n_tiles, pieces, n_pieces, HEIGHT, WIDTH
     )
     value = tl.zeros([HEIGHT, WIDTH], dtype=tl.float32)
@@ -242,11 +242,11 @@ def expand(
             tall = tl.maximum(tall, along.to(tl.int32, bitcast=True) & MAGNITUDE)
             wide = tl.maximum(wide, across.to(tl.int32, bitcast=True) & MAGNITUDE)
     else:
-        value = tl.load(mean + (start - begin) + at, mask=live, other=0.0)
+        value = tl.load(mean + (start - begin) + at, mask=is_valid, other=0.0)
         tall = tl.max(value.to(tl.int32, bitcast=True) & MAGNITUDE, 1)
     tl.atomic_max(largest, tl.maximum(tl.max(tall, 0), tl.max(wide, 0)), sem="relaxed")
     target = tl.load(targets + piece).to(tl.pointer_type(P))
-    tl.store(target + at, rounded(value, P).to(P), mask=live)
+    tl.store(target + at, rounded(value, P).to(P), mask=is_valid)
 
 
 @triton.jit
@@ -266,8 +266,8 @@ def candidate(source, stride, i, r, d, lane, key):
 @no_type_check
 def rows_at(basis, row, done, d, lane):
     """Return elements of the first `done` rows of a basis."""
-    live = (row < done)[:, None] & (lane < d)[None, :]
-    return tl.load(basis + row.to(tl.int64)[:, None] * d + lane[None, :], mask=live, other=0.0).to(tl.float64)
+    is_valid = (row < done)[:, None] & (lane < d)[None, :]
+    return tl.load(basis + row.to(tl.int64)[:, None] * d + lane[None, :], mask=is_valid, other=0.0).to(tl.float64)
 
 
 @moves("x x", "", lambda a: (a.out.nbytes * (2 * a.ROWS + 8), 8 * a.out.nbytes))

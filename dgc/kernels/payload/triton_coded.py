@@ -47,10 +47,10 @@ def element(j, count, kept):
 @no_type_check
 def gaps_at(indices, j, count, kept):
     """Return the gaps before the elements j that are sent, 0 from `kept` on."""
-    live = j < kept
-    index = tl.load(indices + element(j, count, kept), mask=live, other=0)
-    before = tl.load(indices + element(j - 1, count, kept), mask=live & (j > 0), other=-1)
-    return tl.where(live, index - before - 1, 0)
+    is_valid = j < kept
+    index = tl.load(indices + element(j, count, kept), mask=is_valid, other=0)
+    before = tl.load(indices + element(j - 1, count, kept), mask=is_valid & (j > 0), other=-1)
+    return tl.where(is_valid, index - before - 1, 0)
 
 
 @triton.jit
@@ -218,10 +218,10 @@ def place_rice(
 
 @triton.jit
 @no_type_check
-def add_field(payload, at, field, live):
+def add_field(payload, at, field, is_valid):
     """Add fields of up to 31 bits, from bit `at` of the payload on. Returns their part of the checksum's sum."""
     word = at >> 5
-    wide = tl.where(live, field.to(tl.int64) << (at & 31), 0)
+    wide = tl.where(is_valid, field.to(tl.int64) << (at & 31), 0)
     low, high = wide & LOW, wide >> 32
     words = payload.to(tl.pointer_type(tl.int32)) + word
     tl.atomic_add(words, low.to(tl.int32), mask=low > 0, sem="relaxed")
@@ -235,7 +235,7 @@ def write_gaps(
     indices, j, count, kept, n_blocks, found, payload, INDEX: tl.constexpr, SIZE: tl.constexpr, LANES: tl.constexpr
 ):
     """Write the parameters and fields of the elements j. Returns what they add to the checksum's sum."""
-    live = j < kept
+    is_valid = j < kept
     gap = gaps_at(indices, j, count, kept)
     block = j // SIZE
     inside = block < n_blocks
@@ -245,29 +245,29 @@ def write_gaps(
     part = add_field(payload, begin + 8 * block, width, inside & (j % SIZE == 0))
     begin += 8 * n_blocks
     at = begin + tl.load(own + n_blocks, mask=inside, other=0) + (j % SIZE) * width
-    part += add_field(payload, at, gap & ((1 << width) - 1), live)
+    part += add_field(payload, at, gap & ((1 << width) - 1), is_valid)
     if INDEX == RICE:
-        unary = tl.where(live, (gap >> width) + 1, 0)
+        unary = tl.where(is_valid, (gap >> width) + 1, 0)
         before = tl.load(found + FOUND + 2 * n_blocks + tl.program_id(0) * (LANES // SIZE))
         at = begin + (tl.load(found + END) + before) + tl.cumsum(unary, 0) - 1
-        part += add_field(payload, at, tl.zeros_like(at) + 1, live)
+        part += add_field(payload, at, tl.zeros_like(at) + 1, is_valid)
     return part
 
 
 @triton.jit
 @no_type_check
-def write_within(index, j, live, n_chunks, payload):
+def write_within(index, j, is_valid, n_chunks, payload):
     """As `write_gaps`: count the elements of their chunks, and write their indices within them."""
     begin = tl.zeros_like(index).to(tl.int64) + 8 * HEADER
-    part = add_field(payload, begin + 16 * (index >> WITHIN), tl.zeros_like(index) + 1, live)
+    part = add_field(payload, begin + 16 * (index >> WITHIN), tl.zeros_like(index) + 1, is_valid)
     within = index & INSIDE
-    return part + add_field(payload, begin + 16 * n_chunks + j.to(tl.int64) * WITHIN, within, live)
+    return part + add_field(payload, begin + 16 * n_chunks + j.to(tl.int64) * WITHIN, within, is_valid)
 
 
 @triton.jit
 @no_type_check
-def values_at(values, j, live, count, kept, limit):
-    x = tl.load(values + element(j, count, kept), mask=live, other=0.0)
+def values_at(values, j, is_valid, count, kept, limit):
+    x = tl.load(values + element(j, count, kept), mask=is_valid, other=0.0)
     return tl.minimum(tl.maximum(x, -limit), limit)
 
 
@@ -308,14 +308,16 @@ def int8_segment(values, first, last, count, kept, limit, payload, place, codes,
     part = store_number(payload, place, scale)
     for i in range(first, last, LANES):
         j = i + lane
-        live = j < last
-        y = tl.math.div_rn(values_at(values, j, live, count, kept, limit), tl.zeros([LANES], tl.float32) + step)
+        is_valid = j < last
+        y = tl.math.div_rn(
+            values_at(values, j, is_valid, count, kept, limit), tl.zeros([LANES], tl.float32) + step
+        )
         # to nearest even: at 2**23 and above there are no fractions
         y = tl.minimum(tl.maximum((y + 12582912.0) - 12582912.0, -127.0), 127.0)
         code = y.to(tl.int8)
-        tl.store((payload + codes).to(tl.pointer_type(tl.int8)) + j, code, mask=live)
-        tl.store(decoded + j, code.to(tl.float32) * scale, mask=live)
-        part += tl.sum(tl.where(live, contribution(code.to(tl.int64) & 0xFF, codes + j.to(tl.int64)), 0), 0)
+        tl.store((payload + codes).to(tl.pointer_type(tl.int8)) + j, code, mask=is_valid)
+        tl.store(decoded + j, code.to(tl.float32) * scale, mask=is_valid)
+        part += tl.sum(tl.where(is_valid, contribution(code.to(tl.int64) & 0xFF, codes + j.to(tl.int64)), 0), 0)
     return part
 
 
@@ -354,11 +356,11 @@ def sign_segment(values, first, last, count, kept, limit, payload, place, codes,
     lane = tl.arange(0, LANES)
     for i in range(first, last, LANES):
         j = i + lane
-        live = j < last
-        negative = live & (values_at(values, j, live, count, kept, limit) < 0)
+        is_valid = j < last
+        negative = is_valid & (values_at(values, j, is_valid, count, kept, limit) < 0)
         at = 8 * tl.cast(codes, tl.int64) + j
         part += tl.sum(add_field(payload, at, tl.zeros_like(at) + 1, negative), 0)
-        tl.store(decoded + j, tl.where(negative, -mean, mean), mask=live)
+        tl.store(decoded + j, tl.where(negative, -mean, mean), mask=is_valid)
     return part
 
 
@@ -380,17 +382,17 @@ def two_bit_segment(
     mean = total / n
     squares = tl.zeros([], dtype=tl.float64)
     for i in range(first, last, LANES):
-        live = i + lane < last
-        above = values_at(values, i + lane, live, count, kept, limit).to(tl.float64) - mean
-        squares += tl.sum(tl.where(live, above * above, 0.0), 0)
+        is_valid = i + lane < last
+        above = values_at(values, i + lane, is_valid, count, kept, limit).to(tl.float64) - mean
+        squares += tl.sum(tl.where(is_valid, above * above, 0.0), 0)
     width = tl.sqrt(squares / n) * tl.load(widths)
     # sums of n squares in two orders differ by less than 2 n roundings
     slack = width * ((4 * n + 32) * 1.1102230246251565e-16)
     near = tl.zeros([], dtype=tl.int32)
     for i in range(first, last, LANES):
-        live = i + lane < last
-        above = values_at(values, i + lane, live, count, kept, limit).to(tl.float64) - mean
-        near += tl.sum((live & (tl.abs(tl.abs(above) - width) <= slack)).to(tl.int32), 0)
+        is_valid = i + lane < last
+        above = values_at(values, i + lane, is_valid, count, kept, limit).to(tl.float64) - mean
+        near += tl.sum((is_valid & (tl.abs(tl.abs(above) - width) <= slack)).to(tl.int32), 0)
     if (near > 0) & (squares > 0):
         squares = tl.zeros([], dtype=tl.float64)
         for j in range(first, last):
@@ -403,12 +405,12 @@ def two_bit_segment(
     part = tl.zeros([], dtype=tl.int64)
     for i in range(first, last, LANES):
         j = i + lane
-        live = j < last
-        x = values_at(values, j, live, count, kept, limit).to(tl.float64)
+        is_valid = j < last
+        x = values_at(values, j, is_valid, count, kept, limit).to(tl.float64)
         bin = bin_of(x - mean, width)
-        part += tl.sum(add_field(payload, 8 * tl.cast(codes, tl.int64) + 2 * j, bin, live), 0)
+        part += tl.sum(add_field(payload, 8 * tl.cast(codes, tl.int64) + 2 * j, bin, is_valid), 0)
         for b in tl.static_range(4):
-            own = live & (bin == b)
+            own = is_valid & (bin == b)
             sums += tl.where(number == b, tl.sum(tl.where(own, x, 0.0), 0), 0.0)
             counts += tl.where(number == b, tl.sum(own.to(tl.int32), 0), 0)
     if not exact:
@@ -458,12 +460,12 @@ def write_coded(
         kept = tl.load(found + KEPT).to(tl.int32)
     if p < n_parts:
         j = p * LANES + tl.arange(0, LANES)
-        inside, live = j < capacity, j < kept
+        inside, is_valid = j < capacity, j < kept
         which = element(j, n, kept)
-        index = tl.load(indices + which, mask=live, other=0)
-        x = tl.load(values + which, mask=live, other=0.0)
+        index = tl.load(indices + which, mask=is_valid, other=0)
+        x = tl.load(values + which, mask=is_valid, other=0.0)
         if INDEX == CHUNKS:
-            sums = write_within(index, j, live, n_blocks, payload)
+            sums = write_within(index, j, is_valid, n_blocks, payload)
         elif INDEX > INT64:
             sums = write_gaps(indices, j, n, kept, n_blocks, found, payload, INDEX, SIZE, LANES)
             if INDEX == PACKED:
@@ -481,8 +483,8 @@ def write_coded(
             if KIND != FP32:
                 most = tl.load(largest).to(tl.int32)
             bits, y, scale = cast_to(x, limit, most, KIND, LANES)
-            sums += store_cast(payload, begin, j, bits, live, KIND)
-            tl.store(decoded + j, tl.where(live, y, 0.0), mask=inside)
+            sums += store_cast(payload, begin, j, bits, is_valid, KIND)
+            tl.store(decoded + j, tl.where(is_valid, y, 0.0), mask=inside)
         else:
             tl.store(decoded + j, tl.zeros([LANES], dtype=tl.float32), mask=inside & (j >= kept))
         part = tl.sum(tl.where(inside, sums, 0), 0)

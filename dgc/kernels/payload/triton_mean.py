@@ -31,22 +31,22 @@ def sum_of_words(payload, nbytes):
 
 @triton.jit
 @no_type_check
-def index_at(indices, j, live, WIDE: tl.constexpr):
+def index_at(indices, j, is_valid, WIDE: tl.constexpr):
     if WIDE:
-        index = tl.load(indices.to(tl.pointer_type(tl.int64)) + j, mask=live, other=0)
+        index = tl.load(indices.to(tl.pointer_type(tl.int64)) + j, mask=is_valid, other=0)
     else:
-        index = tl.load(indices.to(tl.pointer_type(tl.int32)) + j, mask=live, other=0).to(tl.int64)
+        index = tl.load(indices.to(tl.pointer_type(tl.int32)) + j, mask=is_valid, other=0).to(tl.int64)
     return index
 
 
 @triton.jit
 @no_type_check
-def read_field(words, at, width, live):
+def read_field(words, at, width, is_valid):
     """Return fields of up to 31 bits, from bit `at` on. words: a pointer, and the number of words."""
     source, n_words = words
     word = at >> 5
-    low = tl.load(source + word, mask=live & (word < n_words), other=0).to(tl.int64) & LOW
-    high = tl.load(source + word + 1, mask=live & (word + 1 < n_words), other=0).to(tl.int64)
+    low = tl.load(source + word, mask=is_valid & (word < n_words), other=0).to(tl.int64) & LOW
+    high = tl.load(source + word + 1, mask=is_valid & (word + 1 < n_words), other=0).to(tl.int64)
     one = tl.zeros_like(width) + 1
     return ((low | (high << 32)) >> (at & 31)) & ((one << width) - 1)
 
@@ -133,51 +133,51 @@ def unpack(
     before = tl.zeros([], dtype=tl.int64) - 1
     for i in range(0, kept, LANES):
         j = i + lane
-        live = j < kept
+        is_valid = j < kept
         block = j // SIZE
-        width = tl.load(section + block, mask=live, other=0).to(tl.int64)
+        width = tl.load(section + block, mask=is_valid, other=0).to(tl.int64)
         width = tl.minimum(width, WIDEST)
-        at = tl.load(starts + block, mask=live, other=0) + (j % SIZE) * width
-        gap = read_field(words, at, width, live)
+        at = tl.load(starts + block, mask=is_valid, other=0) + (j % SIZE) * width
+        gap = read_field(words, at, width, is_valid)
         if INDEX == RICE:
-            place = tl.load(ones + j, mask=live & (j < found), other=0)
-            former = tl.load(ones + j - 1, mask=live & (j > 0) & (j <= found), other=0)
+            place = tl.load(ones + j, mask=is_valid & (j < found), other=0)
+            former = tl.load(ones + j - 1, mask=is_valid & (j > 0) & (j <= found), other=0)
             zeros = place - tl.where(j > 0, former, end - 1) - 1
             gap = gap | (zeros << width)
         outside = (gap < 0) | (gap > numel)
-        step = tl.where(live, tl.minimum(tl.maximum(gap, 0), numel) + 1, 0)
+        step = tl.where(is_valid, tl.minimum(tl.maximum(gap, 0), numel) + 1, 0)
         index = before + tl.cumsum(step, 0)
-        wrong += tl.sum((live & (outside | (index >= numel))).to(tl.int32), 0)
-        tl.store(indices + j, tl.minimum(index, tl.maximum(numel - 1, 0)).to(tl.int32), mask=live)
+        wrong += tl.sum((is_valid & (outside | (index >= numel))).to(tl.int32), 0)
+        tl.store(indices + j, tl.minimum(index, tl.maximum(numel - 1, 0)).to(tl.int32), mask=is_valid)
         before += tl.sum(step, 0)
     tl.store(flags + r, (wrong == 0).to(tl.int32))
 
 
 @triton.jit
 @no_type_check
-def value_at(payload, begin, codes, scale, bounds, n_segments, steps, j, index, live, KIND: tl.constexpr):
+def value_at(payload, begin, codes, scale, bounds, n_segments, steps, j, index, is_valid, KIND: tl.constexpr):
     """Return the values j of a payload, at `index`. begin, codes: first byte of the values, and of the codes."""
     section = payload + begin
     if KIND == FP32:
-        x = tl.load(section.to(tl.pointer_type(tl.float32)) + j, mask=live, other=0.0) * scale
+        x = tl.load(section.to(tl.pointer_type(tl.float32)) + j, mask=is_valid, other=0.0) * scale
     elif KIND == FP16:
-        x = tl.load(section.to(tl.pointer_type(tl.float16)) + j, mask=live, other=0.0).to(tl.float32) * scale
+        x = tl.load(section.to(tl.pointer_type(tl.float16)) + j, mask=is_valid, other=0.0).to(tl.float32) * scale
     elif KIND == BF16:
-        bits = tl.load(section.to(tl.pointer_type(tl.int16)) + j, mask=live, other=0).to(tl.int32)
+        bits = tl.load(section.to(tl.pointer_type(tl.int16)) + j, mask=is_valid, other=0).to(tl.int32)
         x = (bits << 16).to(tl.float32, bitcast=True) * scale
     else:
         owner = find(bounds, n_segments, steps, index)
         table = section.to(tl.pointer_type(tl.float32))
         if KIND == SIGN:
-            x = tl.load(table + owner, mask=live, other=0.0)
-            negative = (tl.load(payload + codes + j // 8, mask=live, other=0).to(tl.int32) >> (j % 8)) & 1
+            x = tl.load(table + owner, mask=is_valid, other=0.0)
+            negative = (tl.load(payload + codes + j // 8, mask=is_valid, other=0).to(tl.int32) >> (j % 8)) & 1
             x = tl.where(negative > 0, -x, x)
         elif KIND == INT8:
-            code = tl.load((payload + codes).to(tl.pointer_type(tl.int8)) + j, mask=live, other=0)
-            x = code.to(tl.float32) * tl.load(table + owner, mask=live, other=0.0)
+            code = tl.load((payload + codes).to(tl.pointer_type(tl.int8)) + j, mask=is_valid, other=0)
+            x = code.to(tl.float32) * tl.load(table + owner, mask=is_valid, other=0.0)
         else:
-            bin = (tl.load(payload + codes + j // 4, mask=live, other=0).to(tl.int32) >> (j % 4 * 2)) & 3
-            x = tl.load(table + 4 * owner + bin, mask=live, other=0.0)
+            bin = (tl.load(payload + codes + j // 4, mask=is_valid, other=0).to(tl.int32) >> (j % 4 * 2)) & 3
+            x = tl.load(table + 4 * owner + bin, mask=is_valid, other=0.0)
     return x
 
 
@@ -209,14 +209,14 @@ def check(
     infinite = tl.zeros([], dtype=tl.int32)
     for i in range(0, tl.minimum(tl.maximum(count, 0), capacity), BLOCK):
         j = i + lane
-        live = (j < count) & (j < capacity)
-        index = index_at(indices, j, live, WIDE)
-        before = index_at(indices, j - 1, live & (j > 0), WIDE)
+        is_valid = (j < count) & (j < capacity)
+        index = index_at(indices, j, is_valid, WIDE)
+        before = index_at(indices, j - 1, is_valid & (j > 0), WIDE)
         outside = (index < 0) | (index >= numel) | ((j > 0) & (index <= before))
-        wrong += tl.sum((live & outside).to(tl.int32), 0)
-        x = value_at(payload, begin, codes, scale, bounds, n_segments, steps, j, index, live, KIND)
+        wrong += tl.sum((is_valid & outside).to(tl.int32), 0)
+        x = value_at(payload, begin, codes, scale, bounds, n_segments, steps, j, index, is_valid, KIND)
         unusable = (x.to(tl.int32, bitcast=True) & MAGNITUDE) >= INFINITE
-        infinite += tl.sum((live & unusable).to(tl.int32), 0)
+        infinite += tl.sum((is_valid & unusable).to(tl.int32), 0)
     own = numbers + r * NUMBERS
     tl.store(own, count)
     tl.store(own + 1, tl.load(header + 1))
@@ -288,11 +288,11 @@ def merge(
         tl.debug_barrier()  # the sums so far are written
         for i in range(first, last, BLOCK):
             j = i + small
-            live = j < last
-            index = index_at(chosen, j, live, WIDE)
-            x = value_at(payload, begin, codes, scale, bounds, n_segments, steps, j, index, live, KIND)
-            total = tl.load(mean + index, mask=live, other=0.0)
-            tl.store(mean + index, total + x, mask=live)
+            is_valid = j < last
+            index = index_at(chosen, j, is_valid, WIDE)
+            x = value_at(payload, begin, codes, scale, bounds, n_segments, steps, j, index, is_valid, KIND)
+            total = tl.load(mean + index, mask=is_valid, other=0.0)
+            tl.store(mean + index, total + x, mask=is_valid)
     tl.debug_barrier()
     total = tl.load(mean + start + lane, mask=here, other=0.0)
     # `/` would be an approximate division on GPUs

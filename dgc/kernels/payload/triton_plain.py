@@ -122,9 +122,11 @@ def cast_to(x, limit, most, KIND: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def store_cast(payload, begin, i, bits, live, KIND: tl.constexpr):
+def store_cast(payload, begin, i, bits, is_valid, KIND: tl.constexpr):
     """Write the bits of values i. Returns what they add to the sum of the checksum."""
-    tl.store((payload + begin).to(tl.pointer_type(tl.int32 if KIND == FP32 else tl.int16)) + i, bits, mask=live)
+    tl.store(
+        (payload + begin).to(tl.pointer_type(tl.int32 if KIND == FP32 else tl.int16)) + i, bits, mask=is_valid
+    )
     if KIND == FP32:
         part = contribution(bits.to(tl.int64) & LOW, begin + 4 * i.to(tl.int64))
     else:
@@ -141,26 +143,26 @@ def write_plain(
 ):  # fmt: skip
     """Write indices and cast values. begin: first byte of the values. WIDE: indices of 8 bytes."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    live = i < capacity
-    index = tl.load(indices + i, mask=live, other=0).to(tl.int64)
+    is_valid = i < capacity
+    index = tl.load(indices + i, mask=is_valid, other=0).to(tl.int64)
     if WIDE:
-        tl.store((payload + HEADER).to(tl.pointer_type(tl.int64)) + i, index, mask=live)
+        tl.store((payload + HEADER).to(tl.pointer_type(tl.int64)) + i, index, mask=is_valid)
         part = index * (2 * (i + HEADER_WORDS) + 1)
     else:
-        tl.store((payload + HEADER).to(tl.pointer_type(tl.int32)) + i, index.to(tl.int32), mask=live)
+        tl.store((payload + HEADER).to(tl.pointer_type(tl.int32)) + i, index.to(tl.int32), mask=is_valid)
         part = contribution(index, 4 * i.to(tl.int64) + HEADER)
-    x = tl.load(values + i, mask=live, other=0.0)
+    x = tl.load(values + i, mask=is_valid, other=0.0)
     most = tl.zeros([], dtype=tl.int32)
     if KIND != FP32:
         most = tl.load(largest)
     bits, y, scale = cast_to(x, limit, most, KIND, BLOCK)
-    part += store_cast(payload, begin, i, bits, live, KIND)
-    tl.store(decoded + i, y, mask=live)
+    part += store_cast(payload, begin, i, bits, is_valid, KIND)
+    tl.store(decoded + i, y, mask=is_valid)
     if tl.program_id(0) == 0:
         end = begin + capacity * (4 if KIND == FP32 else 2)
         lane = tl.arange(0, 8)
         tl.store(payload + end + lane, tl.zeros([8], dtype=tl.uint8), mask=end + lane < nbytes)
-    total = tl.sum(tl.where(live, part, 0), 0)
+    total = tl.sum(tl.where(is_valid, part, 0), 0)
     finish(payload, total, counters, n_programs, count, first, bounds, n_bounds, scale, ratio, form, BLOCK)
 
 

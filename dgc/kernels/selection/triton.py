@@ -133,14 +133,14 @@ def predicted(last, before, margin, s):
 def load_tile(source, u, v, start, length, TILE: tl.constexpr, FORM: tl.constexpr):
     """Return g, v and u of a tile, and g in the place of what the FORM does not read."""
     lane = tl.arange(0, TILE)
-    live = lane < length
-    g = tl.load(source + lane, mask=live, other=0.0).to(tl.float32)
+    is_valid = lane < length
+    g = tl.load(source + lane, mask=is_valid, other=0.0).to(tl.float32)
     x = g
     m = g
     if FORM < ASSIGN:
-        x = tl.load(v + start + lane, mask=live, other=0.0)
+        x = tl.load(v + start + lane, mask=is_valid, other=0.0)
     if (FORM == 1) | (FORM == 2):
-        m = tl.load(u + start + lane, mask=live, other=0.0)
+        m = tl.load(u + start + lane, mask=is_valid, other=0.0)
     return g, x, m
 
 
@@ -148,10 +148,10 @@ def load_tile(source, u, v, start, length, TILE: tl.constexpr, FORM: tl.constexp
 @no_type_check
 def store_tile(u, v, start, length, m, x, TILE: tl.constexpr, FORM: tl.constexpr):
     lane = tl.arange(0, TILE)
-    live = lane < length
+    is_valid = lane < length
     if (FORM == 1) | (FORM == 2):
-        tl.store(u + start + lane, m, mask=live)
-    tl.store(v + start + lane, x, mask=live)
+        tl.store(u + start + lane, m, mask=is_valid)
+    tl.store(v + start + lane, x, mask=is_valid)
 
 
 @moves("tiles u v", "u v held slot_values slot_lanes gathered", lambda a: (bytes_of_gradients(a), 0))

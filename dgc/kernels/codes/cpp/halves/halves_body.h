@@ -19,7 +19,7 @@ inline uint32_t mask_of(bool x) { return 0u - static_cast<uint32_t>(x); }
 // All cases are computed and masked, which avoids branches.
 inline uint16_t fp16_of(float x) {
     const uint32_t sign = bits_of(x) >> 16 & 0x8000, bits = bits_of(x) & 0x7FFFFFFF;
-    // Below 2**-14 the steps of fp16 are 2**-24, as those of fp32 from 0.5 to 1. Adding 0.5 therefore rounds.
+    // Below 2**-14 the steps of fp16 are 2**-24, as the steps of fp32 from 0.5 to 1. Adding 0.5 therefore rounds.
     const uint32_t small = bits_of(float_of(bits) + 0.5f) - bits_of(0.5f);
     const uint32_t rounded = (bits - (112u << 23) + 0xFFF + (bits >> 13 & 1)) >> 13;
     const uint32_t normal = rounded < 0x7C00 ? rounded : 0x7C00;

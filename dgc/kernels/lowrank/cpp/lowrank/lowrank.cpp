@@ -116,7 +116,7 @@ DGC_EXPORT int dgc_unit_rows(const float* x, int64_t rows, int64_t d, float* out
 }
 
 // out[b] [n, m] = U[b]^T W[b] for each matrix of several batches. sizes: B, R, n and m of each batch. factors: its U
-// and W. out: the addresses of all matrices, and then those of `rest` places for consecutive parts of `mean`, with
+// and W. out: the addresses of all matrices, and then the addresses of `rest` places for consecutive parts of `mean`, with
 // `lengths` elements each.
 DGC_EXPORT void dgc_outer(float* const* factors, const int64_t* sizes, int64_t batches, float* const* out,
                           const float* mean, const int64_t* lengths, int64_t rest, int threads) {

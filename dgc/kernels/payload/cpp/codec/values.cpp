@@ -37,7 +37,7 @@ struct Fp16 {
     // avoids branches.
     static Word to(float x) {
         uint32_t sign = bits_of(x) >> 16 & 0x8000, bits = bits_of(x) & 0x7FFFFFFF;
-        // Below 2**-14 the steps of fp16 are 2**-24, as those of fp32 from 0.5 to 1. Adding 0.5 therefore rounds.
+        // Below 2**-14 the steps of fp16 are 2**-24, as the steps of fp32 from 0.5 to 1. Adding 0.5 therefore rounds.
         uint32_t small = bits_of(float_of(bits) + 0.5f) - bits_of(0.5f);
         uint32_t normal = (bits - (112u << 23) + 0xFFF + (bits >> 13 & 1)) >> 13;
         uint32_t is_small = 0u - static_cast<uint32_t>(bits < (113u << 23));

@@ -27,7 +27,7 @@ constexpr int32_t sentinel = INT32_MAX;
 enum Indices : int { int32 = 0, int64 = 1, packed = 2, rice = 3, chunks = 4 };
 enum Values : int { cast = 0, sign = 3, int8 = 4, two_bits = 5 };  // cast: the numbers of Dtype
 
-// What the words of a payload say, and what was found in it. The order is that of WORDS in dgc/kernels/payload/__init__.py.
+// What the words of a payload say, and what was found in it. The order is as in WORDS of dgc/kernels/payload/__init__.py.
 enum Field : int { COUNT, NUMBER, RATIO, FORM, SEALED, INDICES_VALID, VALUES_VALID, FIELDS };
 
 struct Form {

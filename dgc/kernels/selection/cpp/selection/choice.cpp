@@ -110,7 +110,7 @@ int64_t choose(Source source, int64_t n, const int64_t* bounds, const int64_t* k
 }  // namespace
 }  // namespace dgc
 
-// The first fourteen arguments are those of dgc_update. Shapes: bounds [segment_count + 1], ks [segment_count],
+// The first fourteen arguments are the arguments of dgc_update. Shapes: bounds [segment_count + 1], ks [segment_count],
 // lower_bounds [segment_count] or null, indices and values [capacity], the sum of ks, thresholds [segment_count].
 // count and missed point to one number each.
 DGC_EXPORT void dgc_update_and_choose(int update, const float* const* pieces, const int64_t* begins,
