@@ -322,7 +322,7 @@ def test_double_squeeze_refuses_a_state_without_its_server_errors() -> None:
     refuse(OTHER, squeeze().load_state_dict, state)
 
 
-def test_double_squeeze_refuses_server_errors_without_those_of_a_parameter() -> None:
+def test_double_squeeze_refuses_server_errors_without_a_parameter() -> None:
     state = squeeze().state_dict()
     half = {**state, "server_errors": {"p1": state["server_errors"]["p1"]}}
     refuse(r"server_errors of another model: missing \['p0'\]", squeeze().load_state_dict, half)
