@@ -111,15 +111,21 @@ def test_a_call_that_is_refused_while_gradients_are_exchanged_changes_nothing(ca
     assert exchange.compression_state_dict()["identity"]["step"] == 3
 
 
-def test_exchanges_start_in_the_order_of_backward_and_an_exception_outside_of_it_changes_nothing() -> None:
-    """Before it rebuilds its buckets, DDP has one, in the order of the model."""
-    (model, exchange), (other, _) = build(top_k()), build(top_k())
+def test_an_exception_outside_of_backward_changes_nothing() -> None:
+    (model, _), (other, _) = build(top_k()), build(top_k())
     for step in range(3):
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
             model(torch.ones(2, SIZE + 1))
         loss = model(torch.ones(2, SIZE))  # and then an exception before backward
         del loss
         assert all(map(torch.equal, gradients(model, 1.0 + step), gradients(other, 1.0 + step)))
+
+
+def test_exchanges_start_in_the_order_of_backward() -> None:
+    """Before it rebuilds its buckets, DDP has one, in the order of the model."""
+    model, exchange = build(top_k())
+    for step in range(3):
+        gradients(model, 1.0 + step)
     names = [exchange.planned[b].bucket.segments[0].name for b in exchange._engine.order.groups]
     weights = [name for name in names if name.endswith("weight")]
     assert weights == [f"layers.{i}.weight" for i in reversed(range(LAYERS))]
@@ -142,15 +148,22 @@ def test_a_copy_of_a_model_has_no_exchange() -> None:
         assert exchange.meter.payload_bytes == 2 * sent and exchange.error_norm() != error
 
 
-def test_a_parameter_that_is_frozen_later_stays_unchanged_and_an_unfrozen_one_is_refused() -> None:
-    model, exchange = build(top_k(), find_unused_parameters=True)
+def test_a_parameter_that_is_frozen_later_gets_no_gradient() -> None:
+    model, _ = build(top_k(), find_unused_parameters=True)
     gradients(model)
     model.module.layers[1].requires_grad_(False)
     model.zero_grad()
     model(torch.ones(2, SIZE)).backward()
     assert all((p.grad is None) == (not p.requires_grad) for p in model.parameters())
+
+
+def test_an_exchange_cannot_be_copied() -> None:
+    _, exchange = build(top_k())
     with pytest.raises(TypeError, match="a DDPExchange cannot be copied or pickled: save"):
         copy.deepcopy(exchange)
+
+
+def test_a_parameter_that_is_unfrozen_after_wrapping_is_refused_unless_ddp_ignores_it() -> None:
     net = Net(LAYERS, SIZE)
     net.ignored = nn.Parameter(torch.ones(1), requires_grad=False)
     net.layers[1].requires_grad_(False)

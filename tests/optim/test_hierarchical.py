@@ -92,43 +92,69 @@ def test_ranks_of_a_machine_train_as_one_rank_with_their_mean_gradient(name: str
             assert torch.equal(x, y) if is_exact else float((x - y).abs().max()) < 2e-5 * float(y.abs().max())
 
 
-def test_on_off_and_auto() -> None:
-    def choices(world: LockstepWorld, *given: Any, name: Any = "dgc") -> list[bool]:
-        found = [on_each(world, lambda o: o.place is not None, name=name, hierarchical=value) for value in given]
-        assert all(len(set(of_rank)) == 1 for of_rank in found)
-        return [of_rank[0] for of_rank in found]
+def choices(world: LockstepWorld, *given: Any, name: Any = "dgc") -> list[bool]:
+    """Whether there are two levels, on all ranks, for each given value of `hierarchical`."""
+    found = [on_each(world, lambda o: o.place is not None, name=name, hierarchical=value) for value in given]
+    assert all(len(set(of_rank)) == 1 for of_rank in found)
+    return [of_rank[0] for of_rank in found]
 
-    for world, auto in ((LockstepWorld(4, 2), True), (LockstepWorld(2), False), (LockstepWorld(2, 1), False)):
-        assert choices(world, "auto", "on", True, "off", False) == [auto, True, True, False, False]
-    for stateless in (methods.DenseCompressor(), methods.FP16Compressor()):
-        # auto leaves an all-reduce to the transport
-        assert choices(LockstepWorld(4, 2), "auto", "on", name=stateless) == [False, True]
+
+@pytest.mark.parametrize(("size", "local", "auto"), [(4, 2, True), (2, None, False), (2, 1, False)])
+def test_auto_is_on_with_several_ranks_on_several_machines(size: int, local: int | None, auto: bool) -> None:
+    found = choices(LockstepWorld(size, local), "auto", "on", True, "off", False)
+    assert found == [auto, True, True, False, False]
+
+
+@pytest.mark.parametrize("stateless", [methods.DenseCompressor(), methods.FP16Compressor()], ids=["dense", "fp16"])
+def test_auto_leaves_an_all_reduce_to_the_transport(stateless: Any) -> None:
+    assert choices(LockstepWorld(4, 2), "auto", "on", name=stateless) == [False, True]
+
+
+def test_off_leaves_every_rank_without_a_part() -> None:
     assert on_each(LockstepWorld(4, 2), lambda o: o.part is None, name="dense", hierarchical="off") == [True] * 4
+
+
+def test_another_value_of_hierarchical_is_refused() -> None:
     refuse("hierarchical must be 'auto', 'on' or 'off', not 'yes'", choices, LockstepWorld(2), "yes")
 
 
-def test_machines_with_different_numbers_of_ranks_and_a_transport_without_groups() -> None:
-    def uneven(rank: int, group: str) -> int:  # two ranks on one machine and one on the other
-        return {"world": (3, 3, 3), "local": (2, 2, 1), "cross": (2, 1, 2)}[group][rank]
+def uneven(rank: int, group: str) -> int:
+    """Two ranks on one machine, with one on the other."""
+    return {"world": (3, 3, 3), "local": (2, 2, 1), "cross": (2, 1, 2)}[group][rank]
 
-    def without_groups(rank: int, group: str) -> int:
-        if group != "world":
-            raise ValueError(f"group {group!r} does not exist: use connect(hierarchical=True)")
-        return 2
 
-    def places(size: int, group_size: Any, hierarchical: str) -> list[Any]:
-        def place(transport: Any) -> Any:
-            transport.group_size = partial(group_size, transport.rank)
-            return wrapped(models(1)[0], transport, hierarchical=hierarchical).place
+def without_groups(rank: int, group: str) -> int:
+    if group != "world":
+        raise ValueError(f"group {group!r} does not exist: use connect(hierarchical=True)")
+    return 2
 
-        return LockstepWorld(size).run(place)
 
-    words = "needs the same number of ranks on every machine, not 1 to 2"
-    refuse(f"^hierarchical='on' {words}$", places, 3, uneven, "on")
-    with pytest.warns(UserWarning, match=f"{words}.*hierarchical='auto' treats all ranks alike") as caught:
+def places(size: int, group_size: Any, hierarchical: str) -> list[Any]:
+    def place(transport: Any) -> Any:
+        transport.group_size = partial(group_size, transport.rank)
+        return wrapped(models(1)[0], transport, hierarchical=hierarchical).place
+
+    return LockstepWorld(size).run(place)
+
+
+UNEVEN = "needs the same number of ranks on every machine, not 1 to 2"
+
+
+def test_on_refuses_machines_with_different_numbers_of_ranks() -> None:
+    refuse(f"^hierarchical='on' {UNEVEN}$", places, 3, uneven, "on")
+
+
+def test_auto_treats_all_ranks_alike_on_machines_with_different_numbers_of_them() -> None:
+    with pytest.warns(UserWarning, match=f"{UNEVEN}.*hierarchical='auto' treats all ranks alike") as caught:
         assert places(3, uneven, "auto") == [None] * 3
     assert len(caught) == 1
+
+
+def test_on_refuses_a_transport_without_groups() -> None:
     refuse(r"use connect\(hierarchical=True\)", places, 2, without_groups, "on")
+
+
+def test_auto_is_off_for_a_transport_without_groups() -> None:
     assert places(2, without_groups, "auto") == [None] * 2
 
 

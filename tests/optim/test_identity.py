@@ -199,30 +199,44 @@ def test_settings_that_give_the_state_another_meaning_are_refused(transport: Any
         refuse(message, loaded(transport).load, saved(transport).train(range(3)).state(), allow_other_rank=True)
 
 
+@pytest.mark.parametrize("bucket_mb", [25.0, 1e-4])
+@pytest.mark.parametrize(
+    ("ratio", "options"),
+    [(0.5, {}), (0.1, {"fp16_values": True}), (0.1, {"int32_indices": True})],
+    ids=["ratio", "values", "indices"],
+)
 @on_ranks(2)
-def test_ratio_formats_and_buckets_may_change(transport: Any) -> None:
+def test_a_state_loads_with_another_ratio_format_or_bucket_size(
+    transport: Any, ratio: float, options: Any, bucket_mb: float
+) -> None:
     state = optimizer(transport).train(range(3)).state()
-    others: Any = ((0.5, {}), (0.1, {"fp16_values": True}), (0.1, {"int32_indices": True}))
-    for (ratio, options), bucket_mb in product(others, (25.0, 1e-4)):
-        other = optimizer(transport, compression=dgc(ratio, **options), bucket_mb=bucket_mb)
-        other.load(state)
-        for table in ("momentums", "velocities"):
-            tables = [s["DGCCompressor.0"][table] for s in (state, other.state())]
-            torch.testing.assert_close(*tables, rtol=0, atol=0)
-        other.train(range(3, 4))
+    other = optimizer(transport, compression=dgc(ratio, **options), bucket_mb=bucket_mb)
+    other.load(state)
+    for table in ("momentums", "velocities"):
+        tables = [s["DGCCompressor.0"][table] for s in (state, other.state())]
+        torch.testing.assert_close(*tables, rtol=0, atol=0)
+    other.train(range(3, 4))
 
 
 @pytest.mark.parametrize("name", ["optimizer", "aggregator"])
 @pytest.mark.parametrize("new", [1, 2, 6])
-def test_redistributed_states_load_and_their_mean_is_unchanged(name: str, new: int) -> None:
+def test_states_are_redistributed_by_their_identities(name: str, new: int) -> None:
+    """In whatever order they are given."""
     states = states_of(name, 4)
-    mixed = redistribute([states[2], states[0], states[3], states[1]], new)  # identities say which is which
+    mixed = redistribute([states[2], states[0], states[3], states[1]], new)
     assert [state["identity"]["rank"] for state in mixed] == list(range(new))
     assert_equal(mixed, redistribute(states, new))
 
+
+@pytest.mark.parametrize("name", ["optimizer", "aggregator"])
+@pytest.mark.parametrize("new", [1, 2, 6])
+def test_redistributed_states_load_with_their_mean_unchanged(name: str, new: int) -> None:
+    states = states_of(name, 4)
+    others = redistribute(states, new)
+
     def body(transport: Any) -> Any:
         adapter = ADAPTERS[name](transport)
-        adapter.load(mixed[transport.rank])
+        adapter.load(others[transport.rank])
         found = adapter.state()
         adapter.train(range(3, 4))
         return found
@@ -280,9 +294,12 @@ def test_a_broadcast_of_the_optimizer_leaves_every_rank_its_residual(transport: 
     assert_equal(adapter.state(), before)
 
 
-def test_steps_of_asynchronous_ranks_are_not_compared_and_another_memory_is_refused() -> None:
+def test_steps_of_asynchronous_ranks_are_not_compared() -> None:
     own = gossiping(alone(), type("Alone", (SGP,), {"is_synchronous": False})).owner
     assert own.compression_state_dict()["identity"]["step"] is None
+
+
+def test_the_state_of_another_memory_is_refused() -> None:
     state = optimizer(alone(), compression=SparseCompressor(0.1, DGCSGDMemory())).state()
     found = r"state of another compressor: it has \['history', 'momentums', 'steps', 'velocities'\]"
     refuse(found, optimizer(alone(), compression=SparseCompressor(0.1, ResidualMemory())).load, state)

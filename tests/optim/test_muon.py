@@ -57,37 +57,51 @@ def split(first: Any, spare: Any) -> list[Any]:
     return [part.clone() for part in (*first.split([2, 6]), *spare.split(4))]
 
 
-def test_parts_are_matrices_of_their_own_and_a_copy_goes_on() -> None:
-    for precision in ("bf16", "fp32"):
-        model = nets.net()
-        whole = muon(model, {"first*": [2, 6], "spare*": 2}, ns_precision=precision)
-        parts = [nn.Parameter(part) for part in split(model.first.weight.detach(), model.spare.weight.detach())]
-        own = MuonWithAdamW([{"params": parts, "muon": True}], lr=0.01, ns_precision=precision)
-        for step in range(4):
-            model.zero_grad()
-            nets.loss_of(model, step).backward()
-            for part, gradient in zip(parts, split(model.first.weight.grad, model.spare.weight.grad), strict=True):
-                part.grad = gradient
-            whole.step()
-            own.step()
-            if step == 1:
-                model, whole = copy.deepcopy((model, whole))
-            torch.testing.assert_close([*parts], split(model.first.weight, model.spare.weight), rtol=0, atol=0)
+@pytest.mark.parametrize("copied_after", [None, 1], ids=["whole", "copied"])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_parts_are_matrices_of_their_own(precision: str, copied_after: int | None) -> None:
+    """A copy of the model with its optimizer goes on."""
+    model = nets.net()
+    whole = muon(model, {"first*": [2, 6], "spare*": 2}, ns_precision=precision)
+    parts = [nn.Parameter(part) for part in split(model.first.weight.detach(), model.spare.weight.detach())]
+    own = MuonWithAdamW([{"params": parts, "muon": True}], lr=0.01, ns_precision=precision)
+    for step in range(4):
+        model.zero_grad()
+        nets.loss_of(model, step).backward()
+        for part, gradient in zip(parts, split(model.first.weight.grad, model.spare.weight.grad), strict=True):
+            part.grad = gradient
+        whole.step()
+        own.step()
+        if step == copied_after:
+            model, whole = copy.deepcopy((model, whole))
+        torch.testing.assert_close([*parts], split(model.first.weight, model.spare.weight), rtol=0, atol=0)
 
 
-def test_iterations_in_fp32_are_near_those_in_bf16_and_make_singular_values_near_one() -> None:
-    for shape in ((8, 24), (24, 8)):
-        ends = []
-        for precision in ("bf16", "fp32"):
-            p = nn.Parameter(torch.zeros(shape))
-            p.grad = gradient = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-            group = {"params": [p], "muon": True}
-            optimizer = MuonWithAdamW([group], 1.0, ns_precision=precision, adjust_lr_fn="original")
-            optimizer.step()
-            ends.append(p.detach().flatten())
-        assert torch.cosine_similarity(ends[0], ends[1], dim=0) > 0.999
-        values = torch.linalg.svdvals(newton_schulz(gradient, optimizer.param_groups[0]))
-        assert 0.6 < values.min() and values.max() < 1.25
+def moved_by_muon(shape: tuple[int, int], precision: str) -> tuple[Any, Any]:
+    """A matrix of zeros after a step without adjusted rates, with its optimizer."""
+    p = nn.Parameter(torch.zeros(shape))
+    p.grad = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    optimizer = MuonWithAdamW(
+        [{"params": [p], "muon": True}], 1.0, ns_precision=precision, adjust_lr_fn="original"
+    )
+    optimizer.step()
+    return p, optimizer
+
+
+wide_or_high = pytest.mark.parametrize("shape", [(8, 24), (24, 8)])
+
+
+@wide_or_high
+def test_iterations_in_fp32_are_near_iterations_in_bf16(shape: Any) -> None:
+    one, other = (moved_by_muon(shape, precision)[0].detach().flatten() for precision in ("bf16", "fp32"))
+    assert torch.cosine_similarity(one, other, dim=0) > 0.999
+
+
+@wide_or_high
+def test_iterations_make_singular_values_near_one(shape: Any) -> None:
+    p, optimizer = moved_by_muon(shape, "fp32")
+    values = torch.linalg.svdvals(newton_schulz(p.grad, optimizer.param_groups[0]))
+    assert 0.6 < values.min() and values.max() < 1.25
 
 
 FLAGS = {"bf16": "flags : avx2 avx512f avx512_bf16", "fp32": "flags : avx2 avx512f"}
@@ -158,14 +172,15 @@ def test_ranks_whose_processors_have_chosen_other_precisions_are_refused() -> No
     nets.run(2, body)
 
 
-def test_states_and_ranks_with_four_bits() -> None:
-    for options in ({}, {"split": {"spare*": 2}, "ns_precision": "fp32"}):
+@pytest.mark.parametrize("options", [{}, {"split": {"spare*": 2}, "ns_precision": "fp32"}], ids=["whole", "parts"])
+def test_a_saved_state_goes_on_with_four_bits(options: dict[str, Any]) -> None:
+    def wrapped(model: Any, transport: Any) -> Any:
+        return nets.wrap(model, transport, partial(muon, **options), compression=methods.TwoPhaseCompressor(4))
 
-        def wrapped(model: Any, transport: Any, options: Any = options) -> Any:
-            return nets.wrap(model, transport, partial(muon, **options), compression=methods.TwoPhaseCompressor(4))
+    nets.check_that_a_saved_state_goes_on(wrapped, 3, used=2)
 
-        nets.check_that_a_saved_state_goes_on(wrapped, 3, used=2)
-    # the mean of the ranks' gradients, without compression
+
+def test_muon_takes_the_mean_of_the_ranks_gradients() -> None:
     nets.assert_same(nets.trained(3, range(3), muon), nets.trained_alone(3, range(3), muon))
 
 

@@ -1,12 +1,12 @@
 """DGCSGD against torch.optim.SGD."""
 
-from functools import partial
 from itertools import product
 from typing import Any
 
+import pytest
 import torch
 from cases import case
-from refusals import check_refusals
+from refusals import refuse
 
 from dgc.core.bucket import make_bucket
 from dgc.engine.buckets import SparseUpdate
@@ -131,13 +131,16 @@ def test_sparse_updates_equal_dense_ones() -> None:
             torch.testing.assert_close(*whole, rtol=1e-6, atol=1e-7)
 
 
-def test_a_sparse_update_takes_the_rate_of_each_parameters_group_and_decays_if_it_is_empty() -> None:
+def test_a_sparse_update_takes_the_rate_of_each_parameters_group() -> None:
     p, q = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
     optimizer = DGCSGD([{"params": [p]}, {"params": [q], "lr": 0.5}], lr=0.25)
     optimizer.skip_momentum_of([p, q])
     update = SparseUpdate((p, q), torch.tensor([0, 3, 6]), torch.tensor([1, 5]), torch.tensor([1.0, 2.0]))
     optimizer.step(sparse=[update])
     assert p.tolist() == [0.0, -0.25, 0.0] and q.tolist() == [0.0, 0.0, -1.0]
+
+
+def test_an_empty_sparse_update_decays() -> None:
     ones = torch.nn.Parameter(torch.ones(3))
     optimizer = DGCSGD([ones], lr=0.1, weight_decay=0.5)
     optimizer.skip_momentum_of([ones])
@@ -162,7 +165,7 @@ def test_decay_with_a_buffer_of_another_memory_format() -> None:
         assert torch.equal(*(end(form, nesterov) for form in (torch.contiguous_format, torch.channels_last)))
 
 
-def test_closure_and_bad_options() -> None:
+def test_a_closure_computes_the_loss() -> None:
     p = torch.nn.Parameter(torch.ones(2))
     optimizer = DGCSGD([p], lr=0.5)
 
@@ -173,9 +176,16 @@ def test_closure_and_bad_options() -> None:
         return loss.item()
 
     assert optimizer.step(closure) == 2.0 and not p.detach().any()
-    wrong: list[tuple[dict[str, Any], str]] = [
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
         *(({name: -0.1}, name) for name in ("lr", "momentum", "weight_decay")),
         ({"nesterov": True}, "nesterov"),
         ({"nesterov": True, "momentum": 0.9, "dampening": 0.1}, "nesterov"),
-    ]
-    check_refusals(*((partial(DGCSGD, [p], **options), word) for options, word in wrong))
+    ],
+    ids=str,
+)
+def test_an_option_out_of_range_is_refused(options: dict[str, Any], word: str) -> None:
+    refuse(word, DGCSGD, [torch.nn.Parameter(torch.ones(2))], **options)

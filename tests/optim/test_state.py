@@ -23,15 +23,27 @@ from dgc.core.state import with_tensors
 from dgc.optim import OneBitAdam, broadcast_optimizer_state, broadcast_parameters, redistribute
 
 
-def test_begin_epoch_returns_the_ratio_in_force_and_the_norm_of_the_residual() -> None:
+def test_begin_epoch_returns_the_ratio_in_force() -> None:
     optimizer = nets.wrap(nets.net(), nets.alone(), nets.dgc_sgd, compression=nets.dgc(0.001, warmup_epochs=5))
     seen = [optimizer.begin_epoch(epoch) for epoch in (0, 1, 4, 9)]
     assert seen == pytest.approx([0.001**0.2, 0.001**0.4, 0.001, 0.001])
     assert optimizer.compress_ratio == seen[-1]
-    dense, model = nets.wrap(nets.net(), nets.alone()), nets.net()
+
+
+def test_without_compression_the_ratio_is_one_with_no_residual() -> None:
+    dense = nets.wrap(nets.net(), nets.alone())
     assert dense.begin_epoch(0) == 1.0 and dense.error_norm() == 0.0
-    optimizer = nets.wrap(model, nets.alone(), nets.dgc_sgd, compression=nets.dgc(0.1))
+
+
+def test_the_state_of_an_exchange_without_compression_is_refused_by_another() -> None:
+    dense = nets.wrap(nets.net(), nets.alone())
+    optimizer = nets.wrap(nets.net(), nets.alone(), nets.dgc_sgd, compression=nets.dgc(0.1))
     refuse("other compressors", optimizer.load_compression_state_dict, dense.compression_state_dict())
+
+
+def test_the_norm_of_the_residual_is_of_all_parameters() -> None:
+    model = nets.net()
+    optimizer = nets.wrap(model, nets.alone(), nets.dgc_sgd, compression=nets.dgc(0.1))
     nets.train(model, optimizer, [0])
     state = optimizer.compression_state_dict()["DGCCompressor.0"]
     squares = sum(float(v.double().square().sum()) for v in state["velocities"].values())
@@ -55,20 +67,32 @@ def test_saved_runs_continue_bit_by_bit(compression: Any, other_mb: Any) -> None
 
 
 @nets.every_kind
+@pytest.mark.parametrize("made", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
 @nets.each_rank(2)
-def test_copying_the_optimizer_is_an_error_with_a_cure_and_copies_of_the_model_are_free_of_hooks(
-    model: Any, transport: Any, compression: Any
-) -> None:
+def test_copies_of_the_model_are_free_of_hooks(model: Any, transport: Any, compression: Any, made: Any) -> None:
     optimizer = nets.wrap(model, transport, nets.dgc_sgd, compression=compression())
     nets.train(model, optimizer, [0], transport.rank)
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        nets.assert_same(twin, model, exactly=True)
-        nets.loss_of(twin, 0).backward()
-        assert not optimizer._engine.in_flight
+    twin = made(model)
+    nets.assert_same(twin, model, exactly=True)
+    nets.loss_of(twin, 0).backward()
+    assert not optimizer._engine.in_flight
     nets.train(model, optimizer, [1], transport.rank)
-    for copied in (copy.deepcopy, copy.copy, pickle.dumps, lambda o: torch.save(o, io.BytesIO())):
-        with pytest.raises(TypeError, match="cannot be copied or pickled: save state_dict"):
-            copied(optimizer)
+
+
+@nets.every_kind
+@pytest.mark.parametrize(
+    "copied",
+    [copy.deepcopy, copy.copy, pickle.dumps, lambda optimizer: torch.save(optimizer, io.BytesIO())],
+    ids=["deepcopy", "copy", "pickle", "save"],
+)
+@nets.each_rank(2)
+def test_copying_the_optimizer_is_an_error_with_a_cure(
+    model: Any, transport: Any, compression: Any, copied: Any
+) -> None:
+    optimizer = nets.wrap(model, transport, nets.dgc_sgd, compression=compression())
+    nets.train(model, optimizer, range(2), transport.rank)
+    with pytest.raises(TypeError, match="cannot be copied or pickled: save state_dict"):
+        copied(optimizer)
 
 
 HOROVODS: list[tuple[Any, Any]] = [
@@ -218,19 +242,26 @@ def counting(model: Any, transport: Any, steps_per_epoch: Any = 2, **options: An
 warm = partial(counting, steps_per_epoch=None)
 
 
-def test_a_missing_begin_epoch_warns_once_and_correct_use_does_not() -> None:
-    """Warnings are errors in tests. The loop of the original DGC code calls the compressor itself."""
+def test_a_missing_begin_epoch_warns_once() -> None:
     model = nets.net()
     with pytest.warns(UserWarning) as caught:
         advance(model, warm(model, nets.alone()), range(3))
     (said,) = [str(w.message) for w in caught]
     assert all(w in said for w in ("warmup_epochs=3", "exchange.begin_epoch(epoch)", "steps_per_epoch", "0.5"))
-    for begin in (lambda o, c: o.begin_epoch(0), lambda o, c: c.warmup_compress_ratio(0), None):
-        model, compression = nets.net(), nets.dgc(0.1, **(WARM if begin else {}))
-        optimizer = warm(model, nets.alone(), compression=compression)
-        if begin:
-            begin(optimizer, compression)
-        advance(model, optimizer, range(2))
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [lambda optimizer, _: optimizer.begin_epoch(0), lambda _, own: own.warmup_compress_ratio(0), None],
+    ids=["begin_epoch", "by the compressor", "without a warm-up"],
+)
+def test_correct_use_of_a_warm_up_does_not_warn(begin: Any) -> None:
+    """Warnings are errors in tests. The loop of the original DGC code calls the compressor itself."""
+    model, compression = nets.net(), nets.dgc(0.1, **(WARM if begin else {}))
+    optimizer = warm(model, nets.alone(), compression=compression)
+    if begin:
+        begin(optimizer, compression)
+    advance(model, optimizer, range(2))
 
 
 def test_steps_are_counted_into_epochs() -> None:
