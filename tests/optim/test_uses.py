@@ -791,8 +791,10 @@ def family_of(adapter: str) -> str:
     return next((family for family in NOT_WITH if adapter.startswith(family)), "plain")
 
 
+# each exchange of DDP and FSDP2 opens process groups, whose hundreds of threads would slow down other tests
+WITH_GROUPS = ("ddp", "fsdp")
 CASES = [
-    (name, adapter)
+    pytest.param(name, adapter, marks=[pytest.mark.proof] if adapter.startswith(WITH_GROUPS) else [])
     for name in USES
     for adapter in ONLY.get(name, FEW)
     if name not in NOT_WITH.get(family_of(adapter), ())
@@ -802,8 +804,10 @@ CASES = [
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("name", "adapter"), CASES)
 def test_a_use_gives_what_it_gives_without_compression_or_is_refused(
-    transport: Any, name: str, adapter: str
+    request: pytest.FixtureRequest, name: str, adapter: str
 ) -> None:
+    needs_groups = name == "ddp" or adapter.startswith(WITH_GROUPS)
+    transport = request.getfixturevalue("transport") if needs_groups else None
     run = partial(ADAPTERS[adapter], USES[name], transport)
     words = next((words for refusing, words in REFUSED.get(name, {}).items() if adapter in refusing), None)
     if words is not None:
