@@ -136,6 +136,11 @@ class TorchTransport(GroupedTransport):
 
     def open_communicator(self, communicator: str) -> None:
         """Create its process groups, at the same point of the program on every rank. Collective."""
+        opened = [(kind, self._communicators.get(("", kind))) for kind in self._kinds]
+        if self.size == 1 and all(group is not None for _, group in opened):
+            # one rank waits for none, so that its collectives need no order; each group has threads
+            self._communicators.update({(communicator, kind): group for kind, group in opened})
+            return
         own: dict[tuple[int, ...], Any] = {}  # two kinds with the same ranks share a group
         for kind in self._kinds:
             for ranks in self._place.partition[kind]:
