@@ -92,9 +92,7 @@ def ternary_of(x, is_valid, threshold):
 
 @triton.jit
 @no_type_check
-def level_of(
-    x, i, is_valid, inverse, step, levels, key, inner_key, RANDOM: tl.constexpr, WIDTH: tl.constexpr
-):  # fmt: skip
+def level_of(x, i, is_valid, inverse, step, levels, key, inner_key, RANDOM: tl.constexpr, WIDTH: tl.constexpr):
     """As `sign_of`, for a level with a sign."""
     scaled = tl.abs(x) * inverse
     if RANDOM:
@@ -125,7 +123,7 @@ def field_value(field, low, high, KIND: tl.constexpr, WIDTH: tl.constexpr):
 @no_type_check
 def sign_encode(
     tiles, n_tiles, bounds, starts, v, cuts, lows, highs, codes, residual, KEEP: tl.constexpr, TILE: tl.constexpr
-):  # fmt: skip
+):
     s, length, i, is_valid, place = tile_of(tiles, n_tiles, bounds, starts, 1, TILE)
     x = tl.load(v + i, mask=is_valid, other=0.0)
     field, sent = sign_of(x, is_valid, tl.load(cuts + s), tl.load(lows + s), tl.load(highs + s))
@@ -151,7 +149,7 @@ def sign_add(tiles, n_tiles, bounds, starts, codes, lows, highs, total, TILE: tl
 @no_type_check
 def tern_encode(
     tiles, n_tiles, bounds, starts, v, thresholds, codes, residual, KEEP: tl.constexpr, TILE: tl.constexpr
-):  # fmt: skip
+):
     s, length, i, is_valid, place = tile_of(tiles, n_tiles, bounds, starts, 2, TILE)
     x = tl.load(v + i, mask=is_valid, other=0.0)
     field, sent = ternary_of(x, is_valid, tl.load(thresholds + s))
@@ -176,9 +174,23 @@ def tern_add(tiles, n_tiles, bounds, starts, codes, thresholds, total, TILE: tl.
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def uniform_encode(
-    tiles, n_tiles, bounds, starts, v, inverses, steps, levels, key, inner_key, codes, residual,
-    KEEP: tl.constexpr, RANDOM: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    tiles,
+    n_tiles,
+    bounds,
+    starts,
+    v,
+    inverses,
+    steps,
+    levels,
+    key,
+    inner_key,
+    codes,
+    residual,
+    KEEP: tl.constexpr,
+    RANDOM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+):
     s, length, i, is_valid, place = tile_of(tiles, n_tiles, bounds, starts, WIDTH, TILE)
     x = tl.load(v + i, mask=is_valid, other=0.0)
     inverse, step = tl.load(inverses + s), tl.load(steps + s)
@@ -192,9 +204,7 @@ def uniform_encode(
 @moves("tiles codes total", "total")
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
-def uniform_add(
-    tiles, n_tiles, bounds, starts, codes, steps, total, WIDTH: tl.constexpr, TILE: tl.constexpr
-):  # fmt: skip
+def uniform_add(tiles, n_tiles, bounds, starts, codes, steps, total, WIDTH: tl.constexpr, TILE: tl.constexpr):
     s, length, i, is_valid, place = tile_of(tiles, n_tiles, bounds, starts, WIDTH, TILE)
     packed = tl.load(codes + place, mask=live_bytes(length, WIDTH, 1, TILE), other=0).to(tl.int32)
     step = tl.load(steps + s)
@@ -220,9 +230,26 @@ def scale(tiles, n_tiles, bounds, starts, factors, size, mean, SCALED: tl.conste
 @triton.jit(do_not_specialize=[*SIZES, "n_ranks", "stride", "low_stride", "high_stride"])
 @no_type_check
 def mean_of_fields(
-    tiles, n_tiles, bounds, starts, codes, n_ranks, stride, lows, low_stride, highs, high_stride, factors, size,
-    mean, SCALED: tl.constexpr, UNIT: tl.constexpr, KIND: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    tiles,
+    n_tiles,
+    bounds,
+    starts,
+    codes,
+    n_ranks,
+    stride,
+    lows,
+    low_stride,
+    highs,
+    high_stride,
+    factors,
+    size,
+    mean,
+    SCALED: tl.constexpr,
+    UNIT: tl.constexpr,
+    KIND: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+):
     """Add the fields of all ranks in their order, multiply by the segment's factor if SCALED, divide by `size`."""
     s, length, i, is_valid, place = tile_of(tiles, n_tiles, bounds, starts, WIDTH, TILE)
     total = tl.zeros([TILE * WIDTH // 8, 8 // WIDTH], dtype=tl.float32)
@@ -245,9 +272,19 @@ def mean_of_fields(
 @triton.jit(do_not_specialize=[*SIZES, "fields"])
 @no_type_check
 def sums(
-    tiles, n_tiles, bounds, starts, codes, nbytes, fields, size, total,
-    WIDTH: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    tiles,
+    n_tiles,
+    bounds,
+    starts,
+    codes,
+    nbytes,
+    fields,
+    size,
+    total,
+    WIDTH: tl.constexpr,
+    BITS: tl.constexpr,
+    TILE: tl.constexpr,
+):
     """Unpack the sums of all ranks' signs or ternary codes. A share has `fields` fields in `nbytes` bytes."""
     s, _, i, is_valid, _ = tile_of(tiles, n_tiles, bounds, starts, 8, TILE)
     field = tl.load(starts + s) * (8 // WIDTH) + i - tl.load(bounds + s)

@@ -71,9 +71,17 @@ def turned(x, TILE: tl.constexpr):
 @triton.jit
 @no_type_check
 def values_of(
-    rows, row, block, real, each, levels,
-    ROTATE: tl.constexpr, BITS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    rows,
+    row,
+    block,
+    real,
+    each,
+    levels,
+    ROTATE: tl.constexpr,
+    BITS: tl.constexpr,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+):
     """Return the values [B, bytes, p] of blocks, zero unless they are `real`."""
     scale, code = bytes_of(row, block, each, BITS, SIZE)
     top = tl.load((rows + scale).to(tl.pointer_type(tl.int16)), mask=real, other=0).to(tl.int32)
@@ -91,9 +99,20 @@ def values_of(
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def encode_blocks(
-    table, n_blocks, v, rows, stride, each, residual, levels,
-    KEEP: tl.constexpr, ROTATE: tl.constexpr, BITS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    table,
+    n_blocks,
+    v,
+    rows,
+    stride,
+    each,
+    residual,
+    levels,
+    KEEP: tl.constexpr,
+    ROTATE: tl.constexpr,
+    BITS: tl.constexpr,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+):
     block, inner = blocks_of(BITS, SIZE, TILE)
     i, is_valid = elements_of(table, n_blocks, block, inner)
     x = tl.load(v + i, mask=is_valid, other=0.0)
@@ -122,9 +141,17 @@ def encode_blocks(
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def add_blocks(
-    rows, n_ranks, stride, each, total, levels,
-    ROTATE: tl.constexpr, BITS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    rows,
+    n_ranks,
+    stride,
+    each,
+    total,
+    levels,
+    ROTATE: tl.constexpr,
+    BITS: tl.constexpr,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+):
     """Add the values of all ranks in their order."""
     block, inner = blocks_of(BITS, SIZE, TILE)
     real = block < each
@@ -141,9 +168,19 @@ def add_blocks(
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def decode_blocks(
-    table, n_blocks, rows, stride, each, out, levels, size,
-    ROTATE: tl.constexpr, BITS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    table,
+    n_blocks,
+    rows,
+    stride,
+    each,
+    out,
+    levels,
+    size,
+    ROTATE: tl.constexpr,
+    BITS: tl.constexpr,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+):
     block, inner = blocks_of(BITS, SIZE, TILE)
     i, is_valid = elements_of(table, n_blocks, block, inner)
     row = (block // each).to(tl.int64) * stride

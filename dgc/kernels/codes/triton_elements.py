@@ -102,9 +102,25 @@ def bytes_of_measure(a: Any) -> tuple[int, int]:
 @triton.jit(do_not_specialize=["n_tiles", "n_segments"])
 @no_type_check
 def measure(
-    tiles, n_tiles, sources, v, bounds, first_tiles, n_segments, unusable, sums, counts, arrived, factor, values,
-    G: tl.constexpr, ADDS: tl.constexpr, SCALE: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    tiles,
+    n_tiles,
+    sources,
+    v,
+    bounds,
+    first_tiles,
+    n_segments,
+    unusable,
+    sums,
+    counts,
+    arrived,
+    factor,
+    values,
+    G: tl.constexpr,
+    ADDS: tl.constexpr,
+    SCALE: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Write v, and the first unusable element of each tile. A segment's last tile to arrive writes its numbers."""
     t, start, length, s = tile_at(tiles, n_tiles)
     piece = tl.load(tiles + 3 * n_tiles + t)
@@ -175,17 +191,55 @@ def level_factors_of(scale, levels):
 @moves("tiles v values values unusable tensors", "payload residual")
 @triton.jit(
     do_not_specialize=[
-        "n_tiles", "n_segments", "n_unusable", "n_tensors", "begin", "end", "nbytes", "levels", "key", "inner_key",
-        "momentum", "ratio", "form",
+        "n_tiles",
+        "n_segments",
+        "n_unusable",
+        "n_tensors",
+        "begin",
+        "end",
+        "nbytes",
+        "levels",
+        "key",
+        "inner_key",
+        "momentum",
+        "ratio",
+        "form",
     ]
-)  # fmt: skip
+)
 @no_type_check
 def encode(
-    tiles, n_tiles, bounds, starts, n_segments, v, values, payload, begin, end, nbytes, residual, momentum, levels,
-    key, inner_key, unusable, n_unusable, tensors, n_tensors, ratio, form, counters,
-    FORM: tl.constexpr, ROWS: tl.constexpr, KEEP: tl.constexpr, RANDOM: tl.constexpr, WIDTH: tl.constexpr,
-    UNIT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    tiles,
+    n_tiles,
+    bounds,
+    starts,
+    n_segments,
+    v,
+    values,
+    payload,
+    begin,
+    end,
+    nbytes,
+    residual,
+    momentum,
+    levels,
+    key,
+    inner_key,
+    unusable,
+    n_unusable,
+    tensors,
+    n_tensors,
+    ratio,
+    form,
+    counters,
+    FORM: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEEP: tl.constexpr,
+    RANDOM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    UNIT: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Write table and codes, at `begin` to `end`, and the residual. The last program writes the header."""
     s, length, i, is_valid, place = tile_of(tiles, n_tiles, bounds, starts, WIDTH, TILE)
     x = tl.load(v + i, mask=is_valid, other=0.0)
@@ -238,10 +292,32 @@ def encode(
 )
 @no_type_check
 def mean_of_payloads(
-    tiles, n_tiles, bounds, starts, n_segments, payloads, n_ranks, stride, n_words, share, begin, given, levels,
-    size, counters, numbers, mean, P: tl.constexpr, FORM: tl.constexpr, MAJORITY: tl.constexpr,
-    WIDTH: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr, CHECKED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    tiles,
+    n_tiles,
+    bounds,
+    starts,
+    n_segments,
+    payloads,
+    n_ranks,
+    stride,
+    n_words,
+    share,
+    begin,
+    given,
+    levels,
+    size,
+    counters,
+    numbers,
+    mean,
+    P: tl.constexpr,
+    FORM: tl.constexpr,
+    MAJORITY: tl.constexpr,
+    WIDTH: tl.constexpr,
+    UNIT: tl.constexpr,
+    TILE: tl.constexpr,
+    CHECKED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Add the values of all ranks in their order. The last program writes the numbers.
 
     Each program also adds `share` words to the checksum of each rank.

@@ -121,10 +121,28 @@ def bytes_of_refresh(a: Any) -> tuple[int, int]:
 @triton.jit(do_not_specialize=["n_tiles", "n_pieces", "begin"])
 @no_type_check
 def refresh(
-    tiles, n_tiles, pieces, n_pieces, groups, v, begin, errors, sources, u, w, x, firsts, partial,
-    G: tl.constexpr, SENT: tl.constexpr, STORES: tl.constexpr, MULTIPLIES: tl.constexpr, EVEN: tl.constexpr,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+    tiles,
+    n_tiles,
+    pieces,
+    n_pieces,
+    groups,
+    v,
+    begin,
+    errors,
+    sources,
+    u,
+    w,
+    x,
+    firsts,
+    partial,
+    G: tl.constexpr,
+    SENT: tl.constexpr,
+    STORES: tl.constexpr,
+    MULTIPLIES: tl.constexpr,
+    EVEN: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     """Subtract what was sent, add the gradient, and multiply by x.
 
     begin: where in v the uncompressed tensors begin, of which `errors` remain. firsts[t]: position of the tile's
@@ -175,9 +193,27 @@ def refresh(
 @triton.jit(do_not_specialize=["n_groups", "steps", "n_factors", "total", "limit", "rest_limit", "n_tiles", "end"])
 @no_type_check
 def gather(
-    partial, starts, sizes, n_groups, steps, n_factors, total, rest, limit, rest_limit, factors, numbers, errors,
-    firsts, n_tiles, first, end, largest, P: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    partial,
+    starts,
+    sizes,
+    n_groups,
+    steps,
+    n_factors,
+    total,
+    rest,
+    limit,
+    rest_limit,
+    factors,
+    numbers,
+    errors,
+    firsts,
+    n_tiles,
+    first,
+    end,
+    largest,
+    P: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Add the partial sums, and cast them and the rest of v. sizes: rank x length, tiles of a sum, first partial.
 
     The first program finds the first unusable element, or `end`, and sets `largest` to 0 for `expand`.
@@ -224,9 +260,21 @@ def bytes_of_expand(a: Any) -> tuple[int, int]:
 @triton.jit(do_not_specialize=["n_tiles", "n_pieces", "begin"])
 @no_type_check
 def expand(
-    tiles, n_tiles, pieces, n_pieces, groups, begin, targets, u, w, mean, largest,
-    P: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+    tiles,
+    n_tiles,
+    pieces,
+    n_pieces,
+    groups,
+    begin,
+    targets,
+    u,
+    w,
+    mean,
+    largest,
+    P: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     """Write the products U^T W and the parts of `mean`. largest: bits of the largest magnitude of all of these."""
     piece, group, member, start, n, m, row, column, at, is_valid = tile_of(
         tiles, n_tiles, pieces, n_pieces, HEIGHT, WIDTH

@@ -102,9 +102,23 @@ def add_up(source, n, LANES: tl.constexpr):
 @triton.jit(do_not_specialize=["n_blocks", "room", "sure", "n_words", "n_programs"])
 @no_type_check
 def measure_packed(
-    indices, values, count, shares, n_blocks, room, sure, payload, n_words, widths, found, counters, n_programs,
-    SCALED: tl.constexpr, SIZE: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
+    indices,
+    values,
+    count,
+    shares,
+    n_blocks,
+    room,
+    sure,
+    payload,
+    n_words,
+    widths,
+    found,
+    counters,
+    n_programs,
+    SCALED: tl.constexpr,
+    SIZE: tl.constexpr,
+    LANES: tl.constexpr,
+):
     """Each program measures LANES elements of one share of the selection. room: bits for the gaps.
 
     widths: of the blocks of each share. sure: number of elements that fit for any indices.
@@ -162,9 +176,19 @@ def rice_parameters(gaps, counts):
 @triton.jit(do_not_specialize=["n_blocks", "room", "parameter", "n_words", "n_programs"])
 @no_type_check
 def measure_rice(
-    indices, count, n_blocks, room, parameter, payload, n_words, found, counters, n_programs,
-    SIZE: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
+    indices,
+    count,
+    n_blocks,
+    room,
+    parameter,
+    payload,
+    n_words,
+    found,
+    counters,
+    n_programs,
+    SIZE: tl.constexpr,
+    LANES: tl.constexpr,
+):
     """Find how many elements fit: `codec.rice_kept`. room: bits for the gaps."""
     clear(payload, n_words, n_programs, LANES)
     n = tl.load(count)
@@ -188,9 +212,21 @@ def measure_rice(
 @triton.jit(do_not_specialize=["capacity", "n_blocks", "n_programs"])
 @no_type_check
 def place_rice(
-    indices, values, count, capacity, n_blocks, found, own_indices, own_values, own_count, counters, n_programs,
-    SCALED: tl.constexpr, SIZE: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
+    indices,
+    values,
+    count,
+    capacity,
+    n_blocks,
+    found,
+    own_indices,
+    own_values,
+    own_count,
+    counters,
+    n_programs,
+    SCALED: tl.constexpr,
+    SIZE: tl.constexpr,
+    LANES: tl.constexpr,
+):
     """Copy the elements that are sent, and find the parameters and the first bits of their blocks."""
     n, kept = tl.load(count), tl.load(found + KEPT).to(tl.int32)
     block, j = rows_of(tl.program_id(0) * LANES, LANES // SIZE, SIZE)
@@ -440,10 +476,36 @@ CODED_SIZES = "capacity n_blocks n_segments begin codes ratio form n_programs n_
 @triton.jit(do_not_specialize=CODED_SIZES)
 @no_type_check
 def write_coded(
-    indices, values, count, first, tensors, n_bounds, capacity, limit, largest, found, n_blocks, bounds,
-    n_segments, widths, payload, begin, codes, decoded, own_indices, own_values, own_count, ratio, form, counters,
-    n_programs, INDEX: tl.constexpr, SIZE: tl.constexpr, KIND: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
+    indices,
+    values,
+    count,
+    first,
+    tensors,
+    n_bounds,
+    capacity,
+    limit,
+    largest,
+    found,
+    n_blocks,
+    bounds,
+    n_segments,
+    widths,
+    payload,
+    begin,
+    codes,
+    decoded,
+    own_indices,
+    own_values,
+    own_count,
+    ratio,
+    form,
+    counters,
+    n_programs,
+    INDEX: tl.constexpr,
+    SIZE: tl.constexpr,
+    KIND: tl.constexpr,
+    LANES: tl.constexpr,
+):
     """Write a payload of coded indices, or tables, or both, into zeros.
 
     A program writes LANES elements, or the table and the codes of a segment. begin, codes: first byte of the

@@ -90,9 +90,20 @@ def unpack_chunks(
 @triton.jit(do_not_specialize=["stride", "capacity", "numel", "n_blocks", "nbytes"])
 @no_type_check
 def unpack(
-    payloads, stride, capacity, numel, n_blocks, nbytes, starts, ones, indices, flags,
-    INDEX: tl.constexpr, SIZE: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
+    payloads,
+    stride,
+    capacity,
+    numel,
+    n_blocks,
+    nbytes,
+    starts,
+    ones,
+    indices,
+    flags,
+    INDEX: tl.constexpr,
+    SIZE: tl.constexpr,
+    LANES: tl.constexpr,
+):
     """One program per rank: indices from a code of nbytes bytes, and whether they are valid.
 
     starts, ones: rows for the first bits of blocks, and the places of ones in the unary part.
@@ -188,9 +199,26 @@ MEAN_SIZES = "n_ranks stride index_stride size nbytes capacity numel begin codes
 @triton.jit(do_not_specialize=[size for size in MEAN_SIZES if size != "size"])
 @no_type_check
 def check(
-    payloads, n_ranks, stride, indices, index_stride, nbytes, capacity, numel, flags, begin, codes, bounds,
-    n_segments, steps, numbers, WIDE: tl.constexpr, KIND: tl.constexpr, CODED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    payloads,
+    n_ranks,
+    stride,
+    indices,
+    index_stride,
+    nbytes,
+    capacity,
+    numel,
+    flags,
+    begin,
+    codes,
+    bounds,
+    n_segments,
+    steps,
+    numbers,
+    WIDE: tl.constexpr,
+    KIND: tl.constexpr,
+    CODED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """One program per rank: the numbers of its payload (`codec.WORDS`). The last number is set for `merge`.
 
     indices: rows of bytes. flags: whether they are valid, if they were coded.
@@ -264,9 +292,25 @@ def entries_below(indices, count, index, WIDE: tl.constexpr):
 @triton.jit(do_not_specialize=[size for size in MEAN_SIZES if size not in ("nbytes", "capacity")])
 @no_type_check
 def merge(
-    payloads, n_ranks, stride, indices, index_stride, size, numel, begin, codes, bounds, n_segments, steps,
-    numbers, mean, WIDE: tl.constexpr, KIND: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    payloads,
+    n_ranks,
+    stride,
+    indices,
+    index_stride,
+    size,
+    numel,
+    begin,
+    codes,
+    bounds,
+    n_segments,
+    steps,
+    numbers,
+    mean,
+    WIDE: tl.constexpr,
+    KIND: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """One program per tile of the mean, which stays in the cache: it adds the entries of each rank in turn.
 
     Payloads that are not valid are not read. The last number becomes 0 if the mean is not finite.

@@ -138,9 +138,27 @@ def store_cast(payload, begin, i, bits, is_valid, KIND: tl.constexpr):
 @triton.jit(do_not_specialize=["capacity", "n_programs", "n_bounds", "begin", "nbytes", "ratio", "form"])
 @no_type_check
 def write_plain(
-    indices, values, count, first, bounds, n_bounds, capacity, limit, largest, payload, begin, nbytes, decoded,
-    ratio, form, counters, n_programs, WIDE: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    indices,
+    values,
+    count,
+    first,
+    bounds,
+    n_bounds,
+    capacity,
+    limit,
+    largest,
+    payload,
+    begin,
+    nbytes,
+    decoded,
+    ratio,
+    form,
+    counters,
+    n_programs,
+    WIDE: tl.constexpr,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Write indices and cast values. begin: first byte of the values. WIDE: indices of 8 bytes."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_valid = i < capacity
@@ -170,9 +188,20 @@ def write_plain(
 @triton.jit(do_not_specialize=["n_words", "n_bounds", "ratio", "form", "n_programs"])
 @no_type_check
 def seal(
-    payloads, n_words, count, first, bounds, n_bounds, scale, ratio, form, counters, n_programs,
-    BLOCK: tl.constexpr, LINE: tl.constexpr,
-):  # fmt: skip
+    payloads,
+    n_words,
+    count,
+    first,
+    bounds,
+    n_bounds,
+    scale,
+    ratio,
+    form,
+    counters,
+    n_programs,
+    BLOCK: tl.constexpr,
+    LINE: tl.constexpr,
+):
     """Write the headers of adjacent payloads, with `n_programs` programs for each."""
     row = tl.program_id(0) // n_programs
     payload, counters = payloads + row.to(tl.int64) * n_words * 8, counters + row * LINE

@@ -158,10 +158,32 @@ def store_tile(u, v, start, length, m, x, TILE: tl.constexpr, FORM: tl.constexpr
 @triton.jit(do_not_specialize=[*SIZES, "n"])
 @no_type_check
 def accumulate(
-    tiles, n_tiles, n, sources, u, v, factor, first, last, before, margin, counts, fill, n_segments, rooms,
-    gathered, held, slot_values, slot_lanes, TILE: tl.constexpr, SLOTS: tl.constexpr, G: tl.constexpr,
-    FORM: tl.constexpr, SELECTS: tl.constexpr, LOWER_BOUNDS: tl.constexpr,
-):  # fmt: skip
+    tiles,
+    n_tiles,
+    n,
+    sources,
+    u,
+    v,
+    factor,
+    first,
+    last,
+    before,
+    margin,
+    counts,
+    fill,
+    n_segments,
+    rooms,
+    gathered,
+    held,
+    slot_values,
+    slot_lanes,
+    TILE: tl.constexpr,
+    SLOTS: tl.constexpr,
+    G: tl.constexpr,
+    FORM: tl.constexpr,
+    SELECTS: tl.constexpr,
+    LOWER_BOUNDS: tl.constexpr,
+):
     """Do the pass. FORM: 0 without u, 1 plain momentum, 2 Nesterov, 3 (ASSIGN) v = g. factor: decay or momentum.
 
     first: if a selection follows, the distance from the end, which is 0 if all of g is usable.
@@ -340,9 +362,22 @@ def find_digit(source, length, prefix, k, SHIFT: tl.constexpr, BITS: tl.constexp
 @triton.jit(do_not_specialize=["n_segments"])
 @no_type_check
 def choose(
-    v, bounds, ks, counts, fill, n_segments, rooms, gathered, missed, limits, wanted, chosen, thresholds, largest,
+    v,
+    bounds,
+    ks,
+    counts,
+    fill,
+    n_segments,
+    rooms,
+    gathered,
+    missed,
+    limits,
+    wanted,
+    chosen,
+    thresholds,
+    largest,
     LANES: tl.constexpr,
-):  # fmt: skip
+):
     """One program per segment: the digits one after the other. largest: bits of the largest of all selections."""
     s = tl.program_id(0)
     k = tl.load(ks + s)
@@ -384,9 +419,20 @@ def tally_tile(source, length, limit, LANES: tl.constexpr):
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def tally(
-    tiles, n_tiles, v, ks, counts, n_segments, held, slot_values, limits, tallies,
-    TILE: tl.constexpr, SLOTS: tl.constexpr, LOWER_BOUNDS: tl.constexpr,
-):  # fmt: skip
+    tiles,
+    n_tiles,
+    v,
+    ks,
+    counts,
+    n_segments,
+    held,
+    slot_values,
+    limits,
+    tallies,
+    TILE: tl.constexpr,
+    SLOTS: tl.constexpr,
+    LOWER_BOUNDS: tl.constexpr,
+):
     """tallies[t]: number of magnitudes above the threshold in the high 32 bits, equal ones in the low 32 bits."""
     t, start, length, s = tile_at(tiles, n_tiles)
     limit = tl.load(limits + s)
@@ -447,9 +493,26 @@ def write_tile(
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def write(
-    tiles, n_tiles, first_tiles, v, ks, counts, n_segments, held, slot_values, slot_lanes, limits, wanted, tallies,
-    places, indices, values, TILE: tl.constexpr, SLOTS: tl.constexpr, LOWER_BOUNDS: tl.constexpr,
-):  # fmt: skip
+    tiles,
+    n_tiles,
+    first_tiles,
+    v,
+    ks,
+    counts,
+    n_segments,
+    held,
+    slot_values,
+    slot_lanes,
+    limits,
+    wanted,
+    tallies,
+    places,
+    indices,
+    values,
+    TILE: tl.constexpr,
+    SLOTS: tl.constexpr,
+    LOWER_BOUNDS: tl.constexpr,
+):
     t = tl.program_id(0)
     before = tl.load(tallies + t)
     if tl.load(tallies + t + 1) > before:
@@ -466,9 +529,18 @@ def write(
                 length = 0
                 row = t.to(tl.int64) * SLOTS
                 write_tile(
-                    slot_values + row, slot_lanes + row, tl.load(held + t), start, limit, room, place,
-                    indices, values, True, SLOTS,
-                )  # fmt: skip
+                    slot_values + row,
+                    slot_lanes + row,
+                    tl.load(held + t),
+                    start,
+                    limit,
+                    room,
+                    place,
+                    indices,
+                    values,
+                    True,
+                    SLOTS,
+                )
         if length > 0:
             write_tile(v + start, slot_lanes, length, start, limit, room, place, indices, values, False, TILE)
 
@@ -597,9 +669,18 @@ def rounded(x, P: tl.constexpr):
 @triton.jit(do_not_specialize=["n_words", "n_programs"])
 @no_type_check
 def take(
-    indices, values, count, u, v, words, n_words, n_programs, MASK_U: tl.constexpr, CLEARS: tl.constexpr,
+    indices,
+    values,
+    count,
+    u,
+    v,
+    words,
+    n_words,
+    n_programs,
+    MASK_U: tl.constexpr,
+    CLEARS: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Remove what was sent. CLEARS: also set `words`, which the next kernels add to, to zero."""
     lane = tl.arange(0, BLOCK)
     if CLEARS:
@@ -661,9 +742,18 @@ def sum_runs(keys, order, values, places, total, n_parts, size, indices, means, 
 @triton.jit(do_not_specialize=["n_segments", "steps", "k"])
 @no_type_check
 def subtract_at(
-    targets, bounds, factors, n_segments, steps, indices, values, k,
-    P: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    targets,
+    bounds,
+    factors,
+    n_segments,
+    steps,
+    indices,
+    values,
+    k,
+    P: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Subtract where the target's pointer is not 0. There is one launch per dtype."""
     j = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     i = tl.load(indices + j, mask=j < k, other=0)
