@@ -66,13 +66,11 @@ CODES = """
     int8 int4 qsgd blockwise
 """.split()
 SPARSE = """
-    dgc dgc-1-percent dgc-sign-rice dgc-int8-rice topk threshold-v chunks random-k random-block dgc-residual
-    sparseloco
+    dgc dgc-1-percent dgc-sign-rice dgc-int8-rice topk threshold-v chunks dgc-residual sparseloco
 """.split()
 POWERSGD = ["powersgd-1", "powersgd-2", "powersgd-4"]
 DEFAULT = [*CODES, *SPARSE, *POWERSGD]
-# decompositions of whole matrices take minutes
-NAMES = [*DEFAULT, "dense", *(f"{name}-paper" for name in POWERSGD), "svd", "atomo"]
+NAMES = [*DEFAULT, "dense", *(f"{name}-paper" for name in POWERSGD)]
 MODELS = ("resnet18", "lstm", "resnet50", "transformer-big")
 MILLION = 10**6
 BUCKET_MB = 25.0
