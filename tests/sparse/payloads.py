@@ -93,4 +93,4 @@ def noise_in(payload: Any, generator: Any, share: float, first: int = 0) -> Any:
     noise = torch.randint(0, 256, payload.shape, dtype=torch.uint8, generator=generator)
     some = torch.rand(payload.shape, generator=generator) < share
     some[:first] = some[16:24] = False
-    return torch.where(some, noise, payload)
+    return torch.where(some.to(payload.device), noise.to(payload.device), payload)
