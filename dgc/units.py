@@ -4,6 +4,7 @@ import re
 
 RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}  # bits per second
 TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
+PERCENT = {"%": 1.0}
 COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
@@ -31,7 +32,7 @@ def quantity(text: str, units: dict[str, float], what: str, valid: tuple[str, st
 
 
 def _parsed(text: str, units: dict[str, float]) -> float:
-    found = re.fullmatch(r"([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*?)(?:/s|ps)?", text.strip().lower())
+    found = re.fullmatch(r"([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z%]*?)(?:/s|ps)?", text.strip().lower())
     if found is None or found[2] not in units:
         raise ValueError
     return float(found[1]) * units[found[2]]

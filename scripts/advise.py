@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from dgc.advisor import methods, workload
 from dgc.advisor.advice import BANDWIDTHS, Work, crossing, step_at
-from dgc.advisor.arguments import add_network, check_network, check_output
+from dgc.advisor.arguments import add_network, check_loss, check_network, check_output
 from dgc.advisor.candidates import Candidate
 from dgc.advisor.cluster import Cluster, cluster_on_paper, load_average
 from dgc.advisor.cost import AlikeRanks, Network
@@ -122,6 +122,7 @@ def main(
         tree = load(args.configs, overrides)
         check_arguments(args, launched_size())
         check_experiment(tree)
+        check_loss(args, family_of(optimizer := tree.train.optimizer._target_), optimizer)
         require_complete(tree, args.devices)
         if launched_size() == 1:
             study(args, tree, overrides, cluster_on_paper(args), busy)

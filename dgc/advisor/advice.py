@@ -6,7 +6,7 @@ from math import sqrt
 
 from dgc.advisor.candidates import Candidate
 from dgc.advisor.cost.model import Network, Prediction
-from dgc.advisor.methods import HALVES, UNCOMPRESSED
+from dgc.advisor.methods import HALVES, UNCOMPRESSED, Loss, within
 from dgc.units import human_bytes, human_rate, human_time
 
 WORTHWHILE = 1.1  # times faster than the best uncompressed step: errors of the prediction are as large
@@ -33,8 +33,15 @@ class Row:
     """How many times faster the mean step is than with the best 16-bit method without compression."""
     dense_share: float
     note: str
-    behind: str = ""
-    """What it loses to dense training with the run's optimizer at equal steps, as measured. Empty: nothing."""
+    losses: tuple[Loss, ...] = ()
+    """What it lost with optimizers of the run's family, the largest first. Empty: it was not measured."""
+    within: bool = True
+    """Whether these are within the limit, so that it may be recommended."""
+
+    @property
+    def most_lost(self) -> float:
+        """Percent. Infinite where it was not measured."""
+        return max((loss.percent for loss in self.losses), default=float("inf"))
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,9 @@ class Work:
         return share * self.step(candidate.dense.predict(network)) + (1 - share) * compressed
 
 
-def tabulate(candidates: Sequence[Candidate], network: Network, work: Work, family: str = "sgd") -> list[Row]:
+def tabulate(
+    candidates: Sequence[Candidate], network: Network, work: Work, family: str = "sgd", limit: float = 0.0
+) -> list[Row]:
     """One row for each candidate. The reference is the best of fp16 and bf16, or dense if there is neither.
 
     Args:
@@ -70,6 +79,7 @@ def tabulate(candidates: Sequence[Candidate], network: Network, work: Work, fami
         work: Seconds without communication.
         family: The family of the optimizer, with which some methods lose quality: one of
             `dgc.advisor.methods.FAMILIES`.
+        limit: The percentage that a recommended method may have lost with Adam and Muon.
     """
     found = {candidate.method.name: (candidate, candidate.predict(network)) for candidate in candidates}
     steps = {name: work.mean_step(candidate, network) for name, (candidate, _) in found.items()}
@@ -89,7 +99,8 @@ def tabulate(candidates: Sequence[Candidate], network: Network, work: Work, fami
             reference / steps[name],
             candidate.method.dense_share,
             candidate.method.note,
-            candidate.method.behind_with.get(family, ""),
+            tuple(sorted(candidate.method.lost_with.get(family, ()), key=lambda loss: -loss.percent)),
+            within(candidate.method, family, limit),
         )
         for name, (candidate, prediction) in found.items()
     ]
@@ -118,6 +129,25 @@ def format_table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def format_losses(rows: Sequence[Row], limit: float) -> str:
+    """What the methods lost, as text. Empty if no row has a measured loss and all may be recommended."""
+    listed = [row for row in rows if row.losses or not row.within]
+    if not listed:
+        return ""
+    lines = [f"{'method':<19} {'most lost (standard error)':<38} {'least lost':<38} measured in"]
+    for row in listed:
+        if row.losses:
+            least = str(row.losses[-1]) if len(row.losses) > 1 else ""
+            lines.append(f"{row.name:<19} {row.losses[0]!s:<38} {least:<38} {row.losses[0].source}")
+        else:
+            lines.append(f"{row.name:<19} not measured with this optimizer")
+    lines.append(
+        f"lost: to dense training at equal steps; recommended: at most {limit:g} %, two standard errors added, on "
+        "every task (--loss)"
+    )
+    return "\n".join(lines)
+
+
 @dataclass(frozen=True)
 class Advice:
     """The recommendation.
@@ -138,7 +168,7 @@ class Advice:
 def advise(rows: Sequence[Row], work: Work, alike: float = 1.0) -> Advice:
     """Recommends a method if the fastest is at least 10 % faster than the best of dense, fp16 and bf16.
 
-    Methods that lose quality at equal steps are left out, unless no other one is so much faster.
+    Methods that lost more than the limit are left out.
 
     Args:
         rows: The table.
@@ -148,33 +178,31 @@ def advise(rows: Sequence[Row], work: Work, alike: float = 1.0) -> Advice:
     """
     plain = min((row for row in rows if row.name in UNCOMPRESSED), key=lambda row: row.step)
     compressed = [row for row in rows if row.name not in UNCOMPRESSED]
-    best = min(compressed, key=lambda row: row.step, default=plain)
+    kept = [row for row in compressed if row.within]
+    best = min(kept, key=lambda row: row.step, default=plain)
     if plain.step >= WORTHWHILE * best.step:
-        paying = [row for row in compressed if plain.step >= WORTHWHILE * row.step]
-        paying = [row for row in paying if not row.behind] or paying
-        shortest = min(row.step for row in paying)
-        best = max((row for row in paying if row.step <= alike * shortest), key=lambda row: row.wire_bytes)
+        best = max((row for row in kept if row.step <= alike * best.step), key=lambda row: row.wire_bytes)
         reason = (
             f"{'the mean' if best.dense_share else 'a'} step takes {human_time(best.step)}, "
             f"{plain.step / best.step:.2f} times faster than {human_time(plain.step)} with {plain.name}"
         )
-        if best.behind:
-            reason += f". No method that keeps the quality is 10 % faster: this one is {best.behind}"
         return Advice(best.name, True, best.usage, reason)
     hidden = work.seconds + plain.exchange - plain.step
+    limited = "" if kept == compressed else " within the limit of --loss"
     label = {"dense": "the fp32 all-reduce", "fp16": "fp16 all-reduce", "bf16": "bf16 all-gather"}[plain.name]
     if hidden >= HIDDEN * plain.exchange:
         reason = f"{label} hides behind backward ({human_time(hidden)} of {human_time(plain.exchange)})"
     elif best is plain:
-        reason = f"no method that compresses was compared with {plain.name}"
+        which = "is within the limit of --loss" if compressed else f"was compared with {plain.name}"
+        reason = f"no method that compresses {which}"
     elif best.step >= plain.step:
         reason = (
             f"computing takes longer than it saves: {human_time(best.step)} for a step with {best.name}, the "
-            f"fastest method, and {human_time(plain.step)} with {plain.name}"
+            f"fastest method{limited}, and {human_time(plain.step)} with {plain.name}"
         )
     else:
         reason = (
-            f"the fastest method, {best.name}, needs {human_time(best.step)} for a step and {plain.name} "
+            f"the fastest method{limited}, {best.name}, needs {human_time(best.step)} for a step and {plain.name} "
             f"{human_time(plain.step)}; a gain below {WORTHWHILE - 1:.0%} is within the error of the prediction"
         )
     return Advice(plain.name, False, plain.usage, reason)
@@ -183,20 +211,24 @@ def advise(rows: Sequence[Row], work: Work, alike: float = 1.0) -> Advice:
 def as_fast(rows: Sequence[Row], advice: Advice) -> list[str]:
     """Other methods whose step is as short as the recommended one's, within the error of the prediction.
 
-    Those that lose quality are left out, unless the recommended one does.
+    Those that lost more than the limit are left out.
     """
-    best = next(row for row in rows if row.name == advice.method)
-    others = [row for row in rows if row is not best and row.step <= AS_FAST * best.step]
-    return [row.name for row in others if best.behind or not row.behind]
+    best = row_of(rows, advice)
+    return [row.name for row in rows if row is not best and row.within and row.step <= AS_FAST * best.step]
 
 
-def faster_but_behind(rows: Sequence[Row], advice: Advice) -> dict[str, list[Row]]:
-    """Methods with shorter steps than the recommended one, by what they lose and it does not."""
-    best, found = next(row for row in rows if row.name == advice.method), dict[str, list[Row]]()
-    for row in rows:
-        if row.behind and not best.behind and AS_FAST * row.step < best.step:
-            found.setdefault(row.behind, []).append(row)
-    return found
+def over_the_limit(rows: Sequence[Row], advice: Advice) -> list[Row]:
+    """Methods with shorter steps than the recommended one that lost more than the limit, the least first."""
+    best, gain = row_of(rows, advice), AS_FAST if advice.compress else WORTHWHILE
+    return sorted(
+        (row for row in rows if not row.within and gain * row.step < best.step),
+        key=lambda row: (row.most_lost, row.step),
+    )
+
+
+def row_of(rows: Sequence[Row], advice: Advice) -> Row:
+    """The recommended one."""
+    return next(row for row in rows if row.name == advice.method)
 
 
 def step_at(candidate: Candidate, network: Network, work: Work) -> Callable[[float], float]:

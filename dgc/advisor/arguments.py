@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from dgc.advisor.methods import UNCOMPRESSED, Method
+from dgc.advisor.methods import LIMITED, UNCOMPRESSED, Method
+from dgc.units import PERCENT, quantity
 
 LARGEST = {"hosts": 16384, "ranks_per_host": 1024, "repeats": 10_000, "verify": 1_000_000}
+MOST_LOST = "0.5%"
 MOST_RANKS = 16384  # the traffic of one rank takes a minute to record, in a time that grows with their number
 
 
@@ -28,6 +30,12 @@ def add_network(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
         metavar="SHARE",
         help="of a run's steps, before onebit-adam and dgc-adam compress; default 0.2 and 0.15",
     )
+    parser.add_argument(
+        "--loss",
+        metavar="PERCENT",
+        help="with Adam or Muon, the most that a recommended method lost to dense training where it was measured; "
+        f"default {MOST_LOST.replace('%', '%%')}",
+    )
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help="of each measurement; default 5")
     parser.add_argument(
         "--verify", type=int, metavar="N", help="also measure N steps of the best methods, under a launcher"
@@ -42,6 +50,21 @@ def asked(args: argparse.Namespace, methods: Sequence[Method]) -> list[Method]:
     if args.dense_share is None:
         return named
     return [replace(method, dense_share=args.dense_share if method.dense_share else 0.0) for method in named]
+
+
+def limit_of(args: argparse.Namespace) -> float:
+    """The limit of --loss in percent. Raises ValueError if it is none."""
+    return quantity(args.loss or MOST_LOST, PERCENT, "--loss", ("0%", "100%"))
+
+
+def check_loss(args: argparse.Namespace, family: str, optimizer: str) -> None:
+    """Raises ValueError if --loss is no percentage, or has no effect with the optimizer."""
+    limit_of(args)
+    if args.loss is not None and family not in LIMITED:
+        raise ValueError(
+            f"--loss is for Adam, AdamW and Muon, and the optimizer is {optimizer}: with others no method is left "
+            "out for its quality"
+        )
 
 
 def check_network(args: argparse.Namespace, ranks: int) -> None:

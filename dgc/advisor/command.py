@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 import dgc.kernels as kernels
-from dgc.advisor.arguments import add_network, check_network
+from dgc.advisor.arguments import add_network, check_loss, check_network
 from dgc.advisor.candidates import Candidate
 from dgc.advisor.cluster import Cluster, cluster_on_paper, load_average
 from dgc.advisor.cost.collectives import measure_network
@@ -106,6 +106,7 @@ def check_arguments(args: argparse.Namespace, ranks: int) -> None:
     if args.parameters is not None and ranks > 1:
         raise ValueError("under a launcher the work is measured: --model in place of --parameters")
     check_network(args, ranks)
+    check_loss(args, FAMILIES[args.optimizer], args.optimizer)
 
 
 def described_work(args: argparse.Namespace) -> tuple[Shape, float]:

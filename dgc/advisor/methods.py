@@ -1,6 +1,7 @@
 """The methods that the advisor compares, and how the optimizer of each is made in Python.
 
-docs/methods.md says which optimizer goes with which method. The table has what trains badly, and why.
+docs/methods.md says which optimizer goes with which method. The table has what trains badly, and why, and what
+each method lost with Adam and Muon, as measured.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,6 +29,41 @@ Build = Callable[[nn.Module, Transport], Wrapper]  # the optimizer of a method, 
 
 
 @dataclass(frozen=True)
+class Loss:
+    """What a method lost to dense training with the same optimizer at equal steps, as measured on one task.
+
+    Attributes:
+        percent: Bits per character above those of dense training, mean over the runs. Below 0: it ended lower.
+        error: Its standard error. None: it is not known, as of one run.
+        task: The model and the steps.
+        source: The page and section that has the number and its command.
+    """
+
+    percent: float
+    error: float | None
+    task: str
+    source: str
+
+    @property
+    def at_most(self) -> float:
+        """Two standard errors above the mean."""
+        return self.percent + 2 * (self.error or 0.0)
+
+    @property
+    def amount(self) -> str:
+        """Three digits at most, as on the pages."""
+        return f"{self.percent:.{self._digits}f} %"
+
+    @property
+    def _digits(self) -> int:
+        return 2 if abs(self.percent) < 1 else 1
+
+    def __str__(self) -> str:
+        error = "" if self.error is None else f" ({self.error:.{self._digits}f})"
+        return f"{self.amount}{error} {self.task}"
+
+
+@dataclass(frozen=True)
 class Method:
     """A row of the advisor's table.
 
@@ -39,8 +75,7 @@ class Method:
         averages_models: Whether each rank trains a model of its own, which it averages with others.
         for_adam: Whether it goes with Adam and AdamW only.
         not_with: Why it does not go with an optimizer, by its family. No entry: it does.
-        behind_with: What it loses at equal steps on a small GPT, as measured, by the optimizer's family. No entry:
-            at most 1 %.
+        lost_with: What it lost, by the optimizer's family. No entry: it was not measured with this family.
         dense_share: Share of the steps of a run in which it sends dense gradients, before it compresses.
         note: What the bytes of its row depend on.
     """
@@ -52,7 +87,7 @@ class Method:
     averages_models: bool = False
     for_adam: bool = False
     not_with: Mapping[str, str] = field(default_factory=dict)
-    behind_with: Mapping[str, str] = field(default_factory=dict)
+    lost_with: Mapping[str, tuple[Loss, ...]] = field(default_factory=dict)
     dense_share: float = 0.0
     note: str = ""
 
@@ -60,14 +95,33 @@ class Method:
 HALVES = ("fp16", "bf16")
 UNCOMPRESSED = ("dense", *HALVES)  # what a method must be faster than
 FAMILIES = {"sgd": "sgd", "adam": "adam", "adamw": "adam", "muon": "muon"}  # of optimizers, by the name of one
+LIMITED = ("adam", "muon")  # families with which a method must be within the limit of --loss
 SIZES = "its updates differ in size from step to step, and Adam divides by that"
 ONE_SCALE = "one scale for a whole tensor replaces the second moments of its elements"
-# bits per character of a GPT, to dense training with the same optimizer (docs/language.md, docs/methods.md)
+GPT, SHORT, LSTM = "GPT, 1000 steps", "GPT, 300 steps", "LSTM, 1000 steps"
+TASKS, TWO_PHASES = "docs/language.md#methods-on-these-tasks", "docs/methods.md#two-phases-in-8-or-4-bits"
+MUON = "docs/methods.md#muon"
 LOW_RANK = {
-    "adam": "17 % behind dense with rank 4 and a small GPT in 1000 steps, 6 % in 4000",
-    "muon": "12 % behind dense with rank 4 and a small GPT in 1000 steps",
+    "adam": (Loss(17.4, 0.6, f"rank 4, {GPT}", TASKS), Loss(6.5, 0.6, f"rank 4, {LSTM}", TASKS)),
+    "muon": (Loss(12.2, None, f"rank 4, {GPT}", MUON),),
 }
-LATE = {"adam": "9 % behind dense with a small GPT in 1000 steps, 2 % in 4000"}
+EIGHT_BITS = {
+    "adam": (
+        Loss(0.18, 0.04, GPT, TWO_PHASES),
+        Loss(0.03, 0.03, SHORT, TWO_PHASES),
+        Loss(-0.32, 0.30, LSTM, TWO_PHASES),
+    ),
+}
+FOUR_BITS = {
+    "adam": (
+        Loss(0.39, 0.17, SHORT, TWO_PHASES),
+        Loss(0.29, 0.14, GPT, TWO_PHASES),
+        Loss(-0.01, 0.44, LSTM, TWO_PHASES),
+    ),
+    "muon": (Loss(4.5, None, f"{SHORT}, one run", MUON), Loss(0.18, None, GPT, MUON)),
+}
+ONE_BIT = {"adam": (Loss(5.3, 0.8, LSTM, TASKS), Loss(-1.1, 0.4, GPT, TASKS))}
+LATE = {"adam": (Loss(8.5, 0.2, GPT, TASKS), Loss(7.3, 0.6, LSTM, TASKS))}
 
 
 def with_adam(reason: str) -> dict[str, str]:
@@ -93,20 +147,26 @@ METHODS = (
             f"powersgd-{rank}",
             (f"PowerSGDCompressor(rank={rank}, num_iters_per_step=2)",),
             is_low_rank=True,
-            behind_with=LOW_RANK,
+            lost_with=LOW_RANK,
         )
         for rank in (1, 2, 4)
     ),
-    Method("int8", ("TwoPhaseCompressor(bits=8)",)),
-    Method("int4", ("TwoPhaseCompressor(bits=4)",), note="with Adam loses more than int8, most in short runs"),
+    Method("int8", ("TwoPhaseCompressor(bits=8)",), lost_with=EIGHT_BITS),
+    Method("int4", ("TwoPhaseCompressor(bits=4)",), lost_with=FOUR_BITS),
     Method("2bit-adaptive", ("ThresholdCompressor(bits=2, threshold=None)",), not_with=with_adam(SIZES)),
     Method("scaled-sign", ("ScaledSignCompressor(error_feedback=True)",), not_with=with_adam(ONE_SCALE)),
-    Method("onebit-adam", ("OneBitAdamCompressor(FP16Compressor())",), for_adam=True, dense_share=0.2),
+    Method(
+        "onebit-adam",
+        ("OneBitAdamCompressor(FP16Compressor())",),
+        for_adam=True,
+        lost_with=ONE_BIT,
+        dense_share=0.2,
+    ),
     Method(
         "dgc-adam",
         ('DGCAdamCompressor(0.01, FP16Compressor(), indices="int32")',),
         for_adam=True,
-        behind_with=LATE,
+        lost_with=LATE,
         dense_share=0.15,
     ),
     Method("sgp", ("SGP()",), averages_models=True),
@@ -130,6 +190,17 @@ def unfit(method: Method, optimizer: str, family: str) -> str | None:
     if method.for_adam and family != "adam":
         return f"it is for Adam and AdamW, and the optimizer is {optimizer}"
     return f"with {optimizer}, {method.not_with[family]}" if family in method.not_with else None
+
+
+def within(method: Method, family: str, limit: float) -> bool:
+    """Whether a method may be recommended: it is not compression, or lost at most `limit` percent on every task.
+
+    Two standard errors are added to each loss. A method that was not measured is not within any limit.
+    """
+    if family not in LIMITED or method.name in UNCOMPRESSED:
+        return True
+    losses = method.lost_with.get(family, ())
+    return bool(losses) and all(loss.at_most <= limit for loss in losses)
 
 
 def builder(method: Method, optimizer: str, gradients: Mapping[str, Tensor]) -> Build:

@@ -17,17 +17,19 @@ from dgc.advisor.advice import (
     as_fast,
     as_json,
     describe_crossings,
-    faster_but_behind,
+    format_losses,
     format_table,
+    over_the_limit,
+    row_of,
     tabulate,
 )
-from dgc.advisor.arguments import asked
+from dgc.advisor.arguments import asked, limit_of
 from dgc.advisor.candidates import Candidate, measure_all
 from dgc.advisor.cluster import Cluster, describe, describe_load
 from dgc.advisor.methods import UNCOMPRESSED, Build, Method
 from dgc.advisor.verification import chosen, format_verification, verify
 from dgc.advisor.workload import Progress, Workload
-from dgc.units import human_time
+from dgc.units import human_bytes, human_time
 
 WARNING = (
     "Not predicted: accuracy, and how many steps a method needs on your task. What was measured: pages Methods, "
@@ -135,7 +137,8 @@ def report(
         raise ValueError(f"the experiment cannot be built: {'; '.join(refused.values())}")
     by_name = {of.method.name: of for of in candidates}
     work = Work(workload.forward, workload.backward)
-    rows = tabulate(candidates, network, work, subject.family)
+    limit = limit_of(args)
+    rows = tabulate(candidates, network, work, subject.family, limit)
     advice = advise(rows, work, subject.alike)
     compared = chosen(rows, args.verify_all)
     measured: dict[str, float] = {}
@@ -152,7 +155,9 @@ def report(
     print(f"network    {describe(cluster)}\n\n{format_table(rows)}")
     for name, reason in refused.items():
         print(f"{name:<19} left out: {reason}")
-    print(f"\n{sentence(advice, rows, usage)}\n{WARNING}")
+    if losses := format_losses(rows, limit):
+        print(f"\n{losses}")
+    print(f"\n{sentence(advice, rows, usage, limit)}\n{WARNING}")
     plain = by_name.get("fp16", by_name[compared[0].name])
     names = [row.name for row in chosen(rows)[1:]]
     if advice.compress and advice.method not in names:
@@ -170,14 +175,40 @@ def report(
         args.json.write_text(json.dumps(result | as_json(rows, advice, network, work), indent=1) + "\n")
 
 
-def sentence(advice: Advice, rows: Sequence[Row], usage: Callable[[Sequence[str]], str]) -> str:
-    """The recommendation with the words to write, and the methods that are as fast."""
-    if not advice.compress:
-        return f"Do not compress: {advice.reason}.\n  {usage(advice.usage)}"
-    others = as_fast(rows, advice)
-    alike = f"\n  As fast within the error of the prediction: {', '.join(others)}" if others else ""
-    behind = "".join(
-        f"\n  Faster, but {loss}: {', '.join(f'{row.name} {human_time(row.step)}' for row in found)}"
-        for loss, found in faster_but_behind(rows, advice).items()
+def sentence(
+    advice: Advice, rows: Sequence[Row], usage: Callable[[Sequence[str]], str], limit: float = 0.0
+) -> str:
+    """The recommendation with the words to write, the methods that are as fast, and faster ones over the limit."""
+    if advice.compress:
+        others = as_fast(rows, advice)
+        alike = f"\n  As fast within the error of the prediction: {', '.join(others)}" if others else ""
+        said = f"Recommended: {advice.method}, {advice.reason}.\n  {usage(advice.usage)}{alike}"
+    else:
+        said = f"Do not compress: {advice.reason}.\n  {usage(advice.usage)}"
+    best, over = row_of(rows, advice), over_the_limit(rows, advice)
+    if not over:
+        return said
+    first, *rest = over
+    saved = best.wire_bytes - first.wire_bytes
+    said += (
+        f"\nNext choice: {first.name}, a step takes {human_time(first.step)}, {best.step / first.step:.2f} times "
+        f"faster than with {best.name}, and sends {human_bytes(abs(saved))} {'fewer' if saved >= 0 else 'more'}.\n"
+        f"  {exceeding(first, limit)}\n  {usage(first.usage)}"
     )
-    return f"Recommended: {advice.method}, {advice.reason}.\n  {usage(advice.usage)}{alike}{behind}"
+    named = [f"{row.name} {human_time(row.step)} ({lost(row)})" for row in rest]
+    return f"{said}\n  Also faster, with the most that they lost: {', '.join(named)}" if rest else said
+
+
+def exceeding(row: Row, limit: float) -> str:
+    """Why a method is over the limit."""
+    over = [loss for loss in row.losses if loss.at_most > limit]
+    if not over:
+        return "It was not measured with this optimizer."
+    worst = max(over, key=lambda loss: loss.percent)
+    errors = f": with two standard errors {worst.at_most:.2f} %" if worst.error else ""
+    return f"It lost {worst}{errors}, over the limit of {limit:g} %."
+
+
+def lost(row: Row) -> str:
+    """The most that a method lost."""
+    return row.losses[0].amount if row.losses else "not measured"

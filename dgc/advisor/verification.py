@@ -33,12 +33,12 @@ ALONE = "work"  # in place of a method: forward and backward
 def chosen(rows: Sequence[Row], every: bool = False) -> list[Row]:
     """The fastest row without compression, and the fastest methods, in the order of their predicted steps.
 
-    Methods that lose quality come last. With `every`, all the other rows follow. Gossip is left out: its messages
-    from rank to rank need a transport of their own.
+    Methods that lost more than the limit come last. With `every`, all the other rows follow. Gossip is left out:
+    its messages from rank to rank need a transport of their own.
     """
     ordered = sorted((row for row in rows if row.name not in GOSSIP), key=lambda row: row.step)
     plain = next(row for row in ordered if row.name in UNCOMPRESSED)
-    methods = sorted((row for row in ordered if row.name not in UNCOMPRESSED), key=lambda row: bool(row.behind))
+    methods = sorted((row for row in ordered if row.name not in UNCOMPRESSED), key=lambda row: not row.within)
     best = [plain, *methods[:MOST]]
     return best + [row for row in ordered if row not in best] if every else best
 

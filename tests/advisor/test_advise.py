@@ -1,6 +1,7 @@
 """The advisor: a known network gives a known recommendation, and bad input one message."""
 
 import json
+import re
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
@@ -14,13 +15,24 @@ from cases import case
 from refusals import refuse
 from states import assert_equal
 
-from dgc.advisor.advice import Work, advise, as_fast, crossing, describe_crossings, format_table, step_at, tabulate
+from dgc.advisor.advice import (
+    Work,
+    advise,
+    as_fast,
+    crossing,
+    describe_crossings,
+    format_losses,
+    format_table,
+    over_the_limit,
+    step_at,
+    tabulate,
+)
 from dgc.advisor.candidates import Candidate, compute_of, measure_candidate
 from dgc.advisor.cluster import cluster_on_paper, describe
 from dgc.advisor.cost import AlikeRanks, Compute, Message, Network, Traffic, collectives, message_of
 from dgc.advisor.cost.collectives import SIZES, Sample, fit_network, levels, measure_network, misfit, requests_of
 from dgc.advisor.cost.computing import last_level_cache
-from dgc.advisor.methods import GOSSIP, UNCOMPRESSED, Method
+from dgc.advisor.methods import GOSSIP, UNCOMPRESSED, Loss, Method
 from dgc.advisor.study import sentence
 from dgc.advisor.verification import chosen, format_verification, order, verify
 from dgc.advisor.workload import Workload
@@ -107,21 +119,94 @@ def test_the_fastest_method_is_recommended_where_it_gains_a_tenth() -> None:
     assert "no method that compresses was compared" in advised([candidate("dense", 10**8)], work)[1].reason
 
 
-def test_what_keeps_the_quality_is_recommended() -> None:
-    """What loses quality with Muon is faster here. It is named, and recommended only where nothing else pays."""
-    work, late = Work(0.0, 1.0), Method("late", behind_with={"muon": "5 % behind"})
-    methods = [candidate("fp16", 10**8), replace(candidate("late", 10**5), method=late)]
-    methods += [candidate("b", 10**7), candidate("a", 2 * 10**7)]
-    assert advised(methods, work)[1].method == "late"  # with SGD it loses nothing
-    rows, advice = advised(methods, work, family="muon")
-    assert advice.method == "b" and "behind" not in advice.reason and as_fast(rows, advice) == []
-    assert "\n  Faster, but 5 % behind: late 1.00 s" in sentence(advice, rows, " ".join)
-    assert advise(rows, work, alike=1.1).method == "a"  # it sends most of those that are alike
-    assert [row.name for row in chosen(rows)] == ["fp16", "b", "a", "late"]
-    rows, advice = advised(methods[:2], work, family="muon")
-    assert advice.method == "late" and advice.reason.endswith("10 % faster: this one is 5 % behind")
-    assert "Faster, but" not in sentence(advice, rows, " ".join)
-    # Method a is the fastest of those that compress once it does so, and loses with its dense steps.
+def lossy(name: str, nbytes: int, *losses: tuple[float, float | None], family: str = "muon") -> Candidate:
+    """A candidate that lost so many percent, with these standard errors, on a task each."""
+    found = candidate(name, nbytes)
+    measured = tuple(Loss(of, error, f"task {i}", "docs/methods.md") for i, (of, error) in enumerate(losses))
+    return replace(found, method=replace(found.method, lost_with={family: measured} if losses else {}))
+
+
+@pytest.mark.parametrize(
+    ("losses", "limit", "recommended"),
+    [
+        ([(0.3, 0.1)], 0.5, True),  # the loss and two standard errors are the limit
+        ([(0.3, 0.11)], 0.5, False),
+        ([(0.3, 0.11)], 0.6, True),
+        ([(0.5, None)], 0.5, True),  # a single run has no standard error
+        ([(-1.0, 0.1), (0.6, 0.0)], 0.5, False),  # one task is enough
+        ([], 0.5, False),  # not measured
+    ],
+)
+def test_with_adam_and_muon_a_method_is_recommended_only_within_the_limit_of_its_loss(
+    losses: list[tuple[float, float | None]], limit: float, recommended: bool
+) -> None:
+    methods = [candidate("fp16", 10**8), lossy("a", 10**5, *losses)]
+    _, advice = advised(methods, Work(0.0, 1.0), family="muon", limit=limit)
+    assert advice.method == ("a" if recommended else "fp16")
+    assert recommended or advice.reason == "no method that compresses is within the limit of --loss"
+
+
+def test_with_sgd_no_method_is_left_out_for_its_loss() -> None:
+    methods = [candidate("fp16", 10**8), lossy("a", 10**5, (5.0, 0.1))]
+    assert advised(methods, Work(0.0, 1.0), family="sgd", limit=0.5)[1].method == "a"
+
+
+def test_faster_methods_over_the_limit_are_named_with_what_they_save_and_lost() -> None:
+    methods = [candidate("fp16", 10**8), lossy("kept", 10**7, (0.2, 0.1)), lossy("slower", 2 * 10**7, (3.0, 0.1))]
+    methods += [lossy("much", 10**5, (9.0, 0.5)), lossy("little", 5 * 10**5, (-1.0, 0.4), (0.4, 0.1))]
+    methods += [lossy("unknown", 10**6)]
+    rows, advice = advised(methods, Work(0.0, 0.1), family="muon", limit=0.5)
+    assert advice.method == "kept" and as_fast(rows, advice) == []
+    assert [row.name for row in over_the_limit(rows, advice)] == ["little", "much", "unknown"]
+    assert sentence(advice, rows, " ".join, 0.5).endswith(
+        "\nNext choice: little, a step takes 105 ms, 1.90 times faster than with kept, and sends 9.50 MB fewer.\n"
+        "  It lost 0.40 % (0.10) task 1: with two standard errors 0.60 %, over the limit of 0.5 %.\n"
+        "  configs/little.py\n"
+        "  Also faster, with the most that they lost: much 101 ms (9.0 %), unknown 110 ms (not measured)"
+    )
+    assert [row.name for row in chosen(rows)] == ["fp16", "kept", "much", "little"]
+
+
+def test_methods_over_the_limit_are_named_where_no_other_one_pays() -> None:
+    rows, advice = advised(
+        [candidate("fp16", 10**8), lossy("a", 10**5, (1.0, None))], Work(0.0, 1.0), family="muon"
+    )
+    said = sentence(advice, rows, " ".join, 0.5)
+    assert said.startswith(
+        "Do not compress: no method that compresses is within the limit of --loss.\n  configs/fp16.py"
+    )
+    assert "\nNext choice: a, a step takes 1.00 s, 2.00 times faster than with fp16, and" in said
+    assert "\n  It lost 1.0 % task 0, over the limit of 0.5 %.\n" in said
+
+
+def test_each_loss_is_printed_with_its_error_task_and_page() -> None:
+    methods = [candidate("fp16", 10**8), lossy("a", 10**5, (-0.5, 0.25), (1.25, None)), lossy("b", 10**5)]
+    rows, _ = advised(methods, Work(0.0, 1.0), family="muon", limit=0.5)
+    heading, a, b, note = format_losses(rows, 0.5).splitlines()
+    assert re.split("  +", a) == ["a", "1.2 % task 1", "-0.50 % (0.25) task 0", "docs/methods.md"]
+    assert b == "b                   not measured with this optimizer"
+    assert "most lost (standard error)" in heading and "at most 0.5 %, two standard errors added" in note
+    assert format_losses([row for row in rows if row.name == "fp16"], 0.5) == ""
+
+
+def test_the_losses_are_those_of_the_pages_that_are_named() -> None:
+    """In the named section, with the digits that are printed."""
+    losses = [of for method in METHODS for found in method.lost_with.values() for of in found]
+    assert len(losses) > 10
+    for loss in losses:
+        page, _, anchor = loss.source.partition("#")
+        sections = re.split(r"\n(?=##+ )", Path(page).read_text())
+        (section,) = (of for of in sections if slug(of.partition("\n")[0]) == anchor)
+        assert re.search(rf"(?<![\d.]){re.escape(str(loss).split()[0].lstrip('-'))}\b", section), loss
+
+
+def slug(heading: str) -> str:
+    """The anchor of a heading."""
+    return re.sub(r"[^\w -]", "", heading.lstrip("# ").lower()).replace(" ", "-")
+
+
+def test_dense_steps_count_with_their_share() -> None:
+    """Method a is the fastest of those that compress once it does so, and loses with its dense steps."""
     work, dense = Work(0.0, 1.0), candidate("a", 10**8)  # 2 s
     a = replace(candidate("a", 0), method=replace(dense.method, dense_share=0.25), dense=dense)
     rows, advice = advised([candidate("fp16", 10**8), a, candidate("b", 10**7)], work)
@@ -230,7 +315,7 @@ def test_what_fails_with_adam_is_not_recommended(tmp_path: Path, capsys: Printed
     assert main(words("--methods", *given, "--json", str(file), experiment=GPT)) == 0
     out, result = capsys.readouterr().out, json.loads(file.read_text())
     assert set(result["methods"]) == {"fp16", "onebit-adam", "dgc-adam"}
-    assert result["advice"]["method"] in ("onebit-adam", "dgc-adam")
+    assert result["advice"]["method"] == "fp16" and "\nNext choice: onebit-adam, " in out
     assert "2bit-adaptive       left out: with torch.optim.AdamW, its updates differ in size" in out
     assert set(result["left_out"]) == {"scaled-sign", "2bit-adaptive"}
     # without a method for Adam, nothing is left to compare
@@ -296,6 +381,9 @@ def test_bad_input_is_one_message(capsys: Printed) -> None:
         (words("--hosts", "0"), "--hosts is 0"),
         (words("--verify", "3"), "--verify needs the ranks"),
         (words("--repeats", "0"), "--repeats is 0"),
+        (words("--loss", "1%"), "--loss is for Adam, AdamW and Muon, and the optimizer is torch.optim.SGD"),
+        (words("--loss", "0.5"), "--loss is '0.5': write a number and a unit of %"),
+        (words("--loss", "101%"), "--loss is '101%'; it must be from 0% to 100%"),
         (words("--methods", "powersgd-1"), "--methods needs one of dense, fp16, bf16"),
         (words("--json", "/no/such/folder/file.json"), "there is no folder /no/such/folder"),
         (words("--plot", "/no/such/folder/file.png"), "--plot: there is no folder /no/such/folder"),

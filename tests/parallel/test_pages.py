@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import pytest
@@ -85,6 +86,57 @@ def test_the_readmes_changes_to_a_script_with_ddp_are_of_two_and_three_lines(tmp
     assert (two, three) == (2, 3)
 
 
+ONE_FILE = """
+import hashlib
+import os
+import sys
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from dgc import TwoPhaseCompressor, compress
+
+dist.init_process_group("gloo")
+rank, start, last = dist.get_rank(), 0, int(sys.argv[2])
+os.chdir(sys.argv[1])
+torch.manual_seed(0)
+model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(100, 200), torch.nn.Linear(200, 10)))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+exchange = compress(model, TwoPhaseCompressor(bits=4), optimizer)
+if os.path.exists("checkpoint.pt"):
+{load}
+for step in range(start, last):
+    inputs = torch.randn(8, 100, generator=torch.Generator().manual_seed(2 * step + rank))
+    optimizer.zero_grad()
+    model(inputs).square().mean().backward()
+    optimizer.step()
+step = last
+{save}
+if rank == 0:
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    print("weights", start, hashlib.sha256(weights.numpy().tobytes()).hexdigest())
+dist.destroy_process_group()
+"""
+
+
+def test_the_lines_for_one_file_on_rank_0_resume_with_the_same_bits(tmp_path: Path) -> None:
+    save, load = code("checkpoints.md")[3:5]
+    assert "gather_state" in save and "load_gathered" in load
+    script = tmp_path / "script.py"
+    script.write_text(ONE_FILE.format(load=indent(load, "    "), save=save))
+
+    def weights(folder: str, last: int) -> tuple[str, str]:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        done = torchrun(2, [str(script), str(tmp_path / folder), str(last)])
+        assert done.returncode == 0, done.stdout + done.stderr
+        found = re.search(r"weights (\d+) (\w+)", done.stdout)
+        assert found is not None
+        return found[1], found[2]
+
+    weights("interrupted", 3)
+    (begun, resumed), (_, whole) = weights("interrupted", 6), weights("whole", 6)
+    assert begun == "3" and resumed == whole
+
+
 @pytest.mark.timeout(300)
 def test_the_script_of_the_recipe_trains_and_sends_what_the_page_says(tmp_path: Path) -> None:
     script, text = tmp_path / "train_gpt.py", tmp_path / "text.txt"
@@ -116,7 +168,7 @@ def test_the_recipe_shows_what_the_advisor_prints(capsys: pytest.CaptureFixture[
     command = re.search(r"python -m dgc\.advise (--parameters .*?)\n\n", page, re.S)
     assert command is not None and main(command[1].replace("\\\n", " ").split()) == 0
     printed = capsys.readouterr().out.partition("\nNot predicted")[0].splitlines()
-    assert len(printed) == 19 and "".join(f"    {line}".rstrip() + "\n" for line in printed) in page
+    assert len(printed) == 29 and "".join(f"    {line}".rstrip() + "\n" for line in printed) in page
 
 
 @pytest.mark.proof

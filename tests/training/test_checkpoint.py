@@ -37,7 +37,7 @@ from dgc_training.checkpoint.files import Checkpoints, checkpoint_name
 from dgc_training.checkpoint.reading import read_tensors
 from dgc_training.faults.failure import UsageError
 
-INFERENCE, FROM_CONFIG, LOOP, OTHER_SIZE = code("checkpoints.md")
+INFERENCE, FROM_CONFIG, LOOP, _, _, OTHER_SIZE = code("checkpoints.md")
 METHODS: dict[str, Any] = {
     "dgc": lambda: DGCCompressor(0.05, DGCSGDMemory(0.9)),
     "residual": lambda: DGCCompressor(0.05, ResidualMemory()),

@@ -283,7 +283,7 @@ def fewer_bytes() -> Picture:
     ratios = [megabytes[0] / sent for sent in megabytes]
     picture = Picture(
         ["The accuracy that you had,", f"with {ratios[1]:.0f} to {ratios[-1]:.0f} times fewer bytes"],
-        "Bytes that each of 4 ranks sends in a training run",
+        "Bytes that each of 4 ranks sends in a run with SGD",
         0,
         480,
     )
