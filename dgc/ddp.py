@@ -26,15 +26,8 @@ from dgc.core.protocol import Compressor, DenseResult, ExchangesMomentum, NonFin
 from dgc.core.route import Route
 from dgc.engine.buckets import PlannedBucket
 from dgc.engine.exchange import ExchangeSettings, GradientExchange, plan_gradients
-from dgc.engine.options import (
-    check_not_converted,
-    check_not_wrapped,
-    check_transport,
-    claim,
-    compressors_of,
-    unwrapped,
-    warn_of_unsuited,
-)
+from dgc.engine.momentum import compressors_of, warn_of_unsuited
+from dgc.engine.options import check_not_converted, check_not_wrapped, check_transport, claim, unwrapped
 from dgc.engine.steps import AwaitedStep, before_steps
 from dgc.versions import TorchRange
 

@@ -34,7 +34,8 @@ from dgc.engine.drops import DropPolicy, check_nonfinite, is_used
 from dgc.engine.gathered import HasGatheredState
 from dgc.engine.hierarchy import mode_of, plan_compressors
 from dgc.engine.loop import Engine, LossScale, Outcome
-from dgc.engine.options import MomentumCheck, as_route, check_owned, unique_prefix
+from dgc.engine.momentum import MomentumCheck, check_owned
+from dgc.engine.options import as_route, unique_prefix
 from dgc.engine.state import BucketStates, ResidualPart, check_steps_per_epoch
 from dgc.engine.steps import AwaitedStep, BackwardPass
 

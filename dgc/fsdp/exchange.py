@@ -44,7 +44,8 @@ from dgc.engine.agreement import checksum
 from dgc.engine.buckets import PlannedBucket, check_equal_plans, keep_states
 from dgc.engine.exchange import ExchangeSettings, GradientExchange, GradientPlan
 from dgc.engine.loop import LossScale, StartOrder
-from dgc.engine.options import MomentumCheck, register_compressors, unique_prefix
+from dgc.engine.momentum import MomentumCheck
+from dgc.engine.options import register_compressors, unique_prefix
 from dgc.engine.steps import AwaitedStep, before_steps
 from dgc.fsdp.shards import (
     ParameterGroup,

@@ -29,8 +29,8 @@ from dgc.core.protocol import Compressor, NonFiniteGradientError, Result, Sparse
 from dgc.core.route import Route
 from dgc.engine.buckets import PlannedBucket, SparseUpdate
 from dgc.engine.exchange import ExchangeSettings, GradientExchange, plan_gradients
+from dgc.engine.momentum import SupportsCorrectedGradients
 from dgc.engine.options import (
-    SupportsCorrectedGradients,
     check_arguments,
     check_needs_no_closure,
     check_no_unfrozen,

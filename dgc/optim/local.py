@@ -25,6 +25,7 @@ from dgc.engine.agreement import check_settings, checksum
 from dgc.engine.buckets import check_equal_plans
 from dgc.engine.drops import DropPolicy, check_nonfinite
 from dgc.engine.gathered import HasGatheredState
+from dgc.engine.momentum import warn_of_unsuited
 from dgc.engine.options import (
     check_no_unfrozen,
     check_not_sharded,
@@ -37,7 +38,6 @@ from dgc.engine.options import (
     name_parameters,
     needs_closure,
     unique_prefix,
-    warn_of_unsuited,
 )
 from dgc.engine.state import check_is_state, identity_of
 from dgc.engine.steps import before_steps, check_not_running
