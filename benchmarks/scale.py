@@ -47,9 +47,8 @@ class Work:
         self._sets = [[torch.randn(s, generator=generator) * 1e-3 for s in shapes] for _ in range(GRADIENT_SETS)]
 
     def plan(self, size: int, rank: int) -> Planned:
-        compressed = build(self._name, self._ratio)
-        compressed.begin_epoch(0)
-        self._planned = plan_buckets(self._named, Route([Rule(compressed)]).compressor_for, 25.0, "bucket")
+        route = Route([Rule(build(self._name, self._ratio))])
+        self._planned = plan_buckets(self._named, route.compressor_for, 25.0, "bucket")
         return [(of_bucket.bucket, of_bucket.compressor) for of_bucket in self._planned]
 
     def refill(self, planned: Planned, step: int) -> None:

@@ -25,7 +25,8 @@ ROUNDING = 4 * 2.0**-24
 
 
 class Fleet:
-    """Simulated ranks with one compressor and one bucket each, of tensors like these, named from p{first} on."""
+    """Simulated ranks with one compressor and one bucket each, of tensors like these, named from p{first} on, in
+    epoch 0."""
 
     def __init__(self, make: Make, size: int, like: Sequence[Tensor] = LIKE, seed: int = 0, first: int = 0):
         self.world = LockstepWorld(size, seed=seed)
@@ -35,6 +36,7 @@ class Fleet:
         self.nonfinite: list[str | None] = []  # each rank's report of the last step
         for rank, (states, bucket) in enumerate(zip(self.states, self.buckets, strict=True)):
             states.add(bucket, size, rank)
+            states.begin_epoch(0)
 
     def step(self, gradients: Sequence[Sequence[Tensor]]) -> list[Tensor]:
         """Each rank's list of gradients -> each rank's mean, flat and dense. A non-finite step is dropped."""

@@ -103,8 +103,7 @@ def test_what_is_derived_follows_the_command_line() -> None:
         assert compression.correction == MomentumCorrection(0.9, nesterov=True)
         assert (compression.chunk_size, compression.cast.dtype) == (32768, "fp32")
         for epoch, ratio in enumerate([*ratios, 0.1]):
-            compression.begin_epoch(epoch)
-            assert compression.compress_ratio == pytest.approx(ratio)
+            assert compression.in_epoch(epoch).compress_ratio == pytest.approx(ratio)
 
 
 def test_learning_rates_of_an_imagenet_run_on_8_ranks() -> None:

@@ -40,6 +40,13 @@ class MomentumState(ChunkState):
     delivered: tuple[Tensor, int, Tensor] | None = None
 
 
+@dataclass
+class Checks:
+    """The checks of an optimizer's momentum that are left in a run."""
+
+    left: int = CHECKS
+
+
 class OneBitAdamCompressor(ChunkedSignsCompressor):
     """The exchange of 1-bit Adam: Adam's momentum in 1 bit per element (Tang, Gan, Awan, Rajbhandari, Li, Lian,
     Liu, Zhang, He 2021, arXiv 2102.02888, Algorithm 1).
@@ -76,16 +83,16 @@ class OneBitAdamCompressor(ChunkedSignsCompressor):
         self._gradients = for_gradients(gradients)
         self._owner: MomentumOwner | None = None
         self._parameters: dict[str, Tensor] = {}
-        self._checks = CHECKS
+        self._checks = Checks(0)
 
-    def exchange_momentum_of(self, owner: MomentumOwner, parameters: Mapping[str, Tensor]) -> None:
-        """Take momentum and stage from this optimizer."""
+    def bound_to(self, owner: MomentumOwner, parameters: Mapping[str, Tensor]) -> "OneBitAdamCompressor":
+        """Return the compressor that takes momentum and stage from this optimizer."""
         if isinstance(owner, Preconditioner):
             raise ValueError(
                 f"OneBitAdamCompressor exchanges momentum, and {type(owner).__name__} takes updates in its place: "
                 "use dgc.optim.OneBitAdam"
             )
-        self._owner, self._parameters = owner, dict(parameters)
+        return self.changed(_owner=owner, _parameters=dict(parameters), _checks=Checks())
 
     @property
     def compress_ratio(self) -> float:
@@ -105,7 +112,7 @@ class OneBitAdamCompressor(ChunkedSignsCompressor):
         if not self._owner.exchanges_momentum:
             return (yield from self._gradients.reduce(bucket, state))
         reduced, delivered = (yield from super().reduce(bucket, state)), None
-        if self._checks > 0 and state.rank == 0:
+        if self._checks.left > 0 and state.rank == 0:
             ((_, m),) = self._owner.momentum_of([self._parameters[bucket.segments[0].name]])
             delivered = m, m._version, _heads([s.of(bucket.flat) for s in bucket.segments])
         new: MomentumState = reduced.state  # type: ignore[assignment]
@@ -125,17 +132,17 @@ class OneBitAdamCompressor(ChunkedSignsCompressor):
 
     def _check_unchanged(self, state: MomentumState, momenta: Sequence[Tensor]) -> None:
         """Warn if the optimizer did not get the momentum that the last exchange delivered."""
-        if self._checks <= 0 or state.delivered is None:
+        if self._checks.left <= 0 or state.delivered is None:
             return
         first_momentum, version, delivered = state.delivered
         # it was loaded, or there was no step
         if first_momentum is not momenta[0] or first_momentum._version == version:
             return
-        self._checks -= 1
+        self._checks.left -= 1
         heads = _heads(momenta)
         expected = float((delivered * (heads != 0)).abs().sum())  # a masked element stays at zero
         if abs(float(heads.abs().sum()) - expected) > 0.01 * expected:
-            self._checks = 0
+            self._checks.left = 0
             warnings.warn(
                 "gradients were changed between backward and step(), by clipping or scaling. After freeze_step "
                 "they are 1-bit Adam's momentum, which this damps in every step: clip nothing from there on "

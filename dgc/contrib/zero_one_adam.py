@@ -275,7 +275,7 @@ class ZeroOneSteps(Gossip):
         self.gradients = for_gradients(gradients)
         self.bucket_mb = bucket_mb
         self.local_steps = 0  # since the last exchange
-        self._methods: list[Any] = [rule.compressor for rule in self.compression.rules]  # then with their states
+        self._senders: list[Any] = [rule.compressor for rule in self.compression.rules]  # then with their states
         self._adam: ZeroOneAdam | None = None
 
     @property
@@ -284,7 +284,7 @@ class ZeroOneSteps(Gossip):
         t = 0 if self._adam is None else self._adam.steps
         if self.schedule.updates_variance(t):
             return 1.0
-        return min(c.compress_ratio for c in self._methods) / self.schedule.interval(t)
+        return min(c.compress_ratio for c in self._senders) / self.schedule.interval(t)
 
     @property
     def fixed_settings(self) -> dict[str, Any]:
@@ -306,7 +306,7 @@ class ZeroOneSteps(Gossip):
         size, to = self.bucket_mb, (transport, meter)
         self.exchange = ZeroOneExchange(model, self.compression, size, *to, f"{name}.u")
         self._mean_gradients = ZeroOneExchange(model, self.gradients, size, *to, f"{name}.gradients")
-        self._methods = self.exchange.states
+        self._senders = self.exchange.states
         group_of = {p: g for g, group in enumerate(adam.param_groups) for p in group["params"]}
         check_equal(model.z, transport, f"{name}.equal", "model at the start", COMMON_START)
         self._z0 = model.z.clone()
@@ -333,8 +333,8 @@ class ZeroOneSteps(Gossip):
         return self._adam
 
     def begin_epoch(self, epoch: int) -> None:
-        for method in self._methods:
-            method.begin_epoch(epoch)
+        for states in self.exchange.states:
+            states.begin_epoch(epoch)
 
     def begin_step(self) -> None:
         return None

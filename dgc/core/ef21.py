@@ -26,7 +26,7 @@ from dgc.comm.requests import Conversation
 from dgc.core.arguments import NUMBER, checked, require
 from dgc.core.bucket import Bucket, Segment
 from dgc.core.dense import DenseCompressor
-from dgc.core.protocol import Compressor, DenseResult, Reduced, Vector
+from dgc.core.protocol import Compressor, DenseResult, Reduced, Run, Vector
 from dgc.core.state import State, Tables, zeros
 from dgc.kernels.selection import usable
 
@@ -137,14 +137,18 @@ class EF21Compressor(Compressor):
         result = found if isinstance(found, DenseResult) else DenseResult(found.nonfinite)
         return Reduced(result, after, dropped=dropped if keeps else state)
 
-    def begin_epoch(self, epoch: int) -> None:
-        self.compressor.begin_epoch(epoch)
+    def in_epoch(self, epoch: int) -> "EF21Compressor":
+        compressor = self.compressor.in_epoch(epoch)
+        return self if compressor is self.compressor else self.changed(compressor=compressor)
 
     def at_epoch(self, bucket: Bucket, state: EF21State, epoch: int) -> EF21State:
         return state.changed(inner=self.compressor.at_epoch(state.changes, state.inner, epoch))
 
     def too_small(self, bucket: Bucket) -> list[Segment]:
         return self.compressor.too_small(bucket)
+
+    def used_by(self, run: Run) -> None:
+        self.compressor.used_by(run)
 
     def ratio_of(self, states: Sequence[tuple[Bucket, Any]]) -> float:
         return self.compressor.ratio_of([(state.changes, state.inner) for _, state in states])

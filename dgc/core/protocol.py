@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from math import inf
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from jaxtyping import Float32, Int64
 from torch import Tensor
@@ -95,10 +95,24 @@ class Use(Enum):
     OUTER_MUON = "the mean of what local steps of Muon have changed"
 
 
+class Run(Protocol):
+    """One use of a compressor: in an exchange, with the epoch there and the states of its buckets."""
+
+    @property
+    def compress_ratio(self) -> float: ...
+
+    def begin_epoch(self, epoch: int) -> None: ...
+
+
+C = TypeVar("C", bound="Compressor")
+
+
 class Compressor(ABC):
     """Averages buckets over all ranks. The result is identical, bit for bit, on every rank.
 
-    It has settings. What it keeps of a bucket is in a `State`, which the engine keeps, saves and loads.
+    It has settings, and is not changed after its construction, so that any number of exchanges can use it. What it
+    keeps of a bucket is in a `State`, which the engine keeps, saves and loads. What depends on the epoch or on the
+    optimizer is in copies with other settings, which the engine uses in its place (`in_epoch`, `with_momentum`).
 
     Attributes:
         point_to_point: Whether it sends messages from rank to rank (`Exchange`). Not every transport can.
@@ -122,9 +136,15 @@ class Compressor(ABC):
     def correction(self) -> MomentumCorrection | None:
         return None
 
+    def changed(self: C, **settings: Any) -> C:
+        """Return a copy with these attributes. All others are shared."""
+        copy = object.__new__(type(self))
+        copy.__dict__.update(self.__dict__, **settings)
+        return copy
+
     @property
     def compress_ratio(self) -> float:
-        """Current nominal fraction of elements sent: numbers sent / elements, or bits of a code / 32.
+        """Nominal fraction of elements sent: numbers sent / elements, or bits of a code / 32.
 
         It is below 1 if less than 2 bytes per element are sent. Casts to fp16 and bf16 send every element: 1.
         """
@@ -151,13 +171,26 @@ class Compressor(ABC):
     def reduce(self, bucket: Bucket, state: Any) -> Conversation[Reduced]:
         """Average a bucket in one step. The number of communication rounds is the same on every rank."""
 
-    def begin_epoch(self, epoch: int) -> None:
-        """Called before the first step of each epoch, counted from 0, with the same number on every rank."""
-        return None
+    def in_epoch(self, epoch: int) -> "Compressor":
+        """Return the compressor with the settings of an epoch, counted from 0, the same on every rank.
+
+        The engine asks the compressor that it was given, first for epoch 0, and uses what is returned until the
+        next epoch begins. A compressor that does not depend on the epoch returns itself. Of another one rank 0
+        warns if no epoch has begun before the first step.
+        """
+        return self
 
     def at_epoch(self, bucket: Bucket, state: Any, epoch: int) -> State:
-        """Return the state with which an epoch begins. Called after `begin_epoch`."""
+        """Return the state with which an epoch begins. The engine asks what `in_epoch` has returned."""
         return state
+
+    def with_momentum(self, momentum: float, nesterov: bool) -> "Compressor":
+        """Return the compressor with the momentum of an optimizer, where `correction` has None."""
+        return self
+
+    def used_by(self, run: Run) -> None:
+        """Called once by each exchange that uses the compressor, before it begins with the states of buckets."""
+        return None
 
     def ratio_of(self, states: Sequence[tuple[Bucket, Any]]) -> float:
         """`compress_ratio` for these buckets, if it depends on them."""
@@ -236,8 +269,11 @@ class Preconditioner(MomentumOwner, Protocol):
 class ExchangesMomentum(Protocol):
     """A compressor that needs a MomentumOwner."""
 
-    def exchange_momentum_of(self, owner: MomentumOwner, parameters: Mapping[str, Tensor]) -> None:
-        """Called once, before `plan`. parameters: the parameters of this compressor, by name."""
+    def bound_to(self, owner: MomentumOwner, parameters: Mapping[str, Tensor]) -> Compressor:
+        """Return the compressor that exchanges the momentum of this optimizer, before it makes any state.
+
+        parameters: the parameters of this compressor, by name.
+        """
 
 
 # --- what is not finite ----------------------------------------------------------------------------

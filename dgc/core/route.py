@@ -42,7 +42,7 @@ class Rule:
 class Route:
     """Chooses compressors by rules in order. Tensors that a compressor does not accept go to its own fallback.
 
-    Of compressors without state and with equal settings, the first one chosen stands for all: their tensors share
+    Of compressors without state and with equal settings, the first one stands for all: their tensors share
     buckets, and so messages.
 
     Args:
@@ -62,7 +62,12 @@ class Route:
             if not isinstance(rule, Rule):
                 raise ValueError(f"rules must have a Rule(compressor) for each compressor, not {rule!r}")
         self.rules = tuple(rules)
-        self._chosen: list[Compressor] = []
+        chosen: list[Compressor] = []
+        # of each rule, what exchanges the tensors that its compressor accepts, and the others
+        self._of_rules = [
+            tuple(_one_for_all(compressor, chosen) for compressor in (rule.compressor, rule.compressor.fallback))
+            for rule in rules
+        ]
 
     @property
     def point_to_point(self) -> bool:
@@ -70,13 +75,16 @@ class Route:
         return any(rule.compressor.point_to_point for rule in self.rules)
 
     def compressor_for(self, segment: Segment) -> Compressor:
-        for rule in self.rules:
+        for rule, (compressor, fallback) in zip(self.rules, self._of_rules, strict=True):
             if rule.matches(segment):
-                compressor = rule.compressor
-                compressor = compressor if compressor.accepts(segment) else compressor.fallback
-                for chosen in self._chosen:
-                    if average_alike(chosen, compressor):
-                        return chosen
-                self._chosen.append(compressor)
-                return compressor
+                return compressor if rule.compressor.accepts(segment) else fallback
         raise ValueError(f"no rule matches {segment.name} of shape {segment.shape}; end with a rule for all")
+
+
+def _one_for_all(compressor: Compressor, chosen: list[Compressor]) -> Compressor:
+    """The compressor that averages alike, of those that were chosen before, or this one, which is then added."""
+    for one in chosen:
+        if average_alike(one, compressor):
+            return one
+    chosen.append(compressor)
+    return compressor

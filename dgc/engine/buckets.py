@@ -1,7 +1,7 @@
 """Assignment of gradients to buckets, each with its compressor and its parameters."""
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -39,6 +39,8 @@ class PlannedBucket:
     """A bucket with its compressor and its parameters.
 
     Attributes:
+        compressor: As it was given, or bound to the optimizer (`dgc.engine.momentum`). That of the epoch is in
+            `states`.
         states: The states of all buckets of the compressor, from `keep_states` on.
         is_attached: Whether each .grad was set to its view and has not been replaced since.
     """
@@ -146,13 +148,20 @@ def plan_buckets(
     return planned
 
 
+def replace_compressors(planned: Iterable[PlannedBucket], new: Mapping[int, Compressor]) -> None:
+    """Replace the compressors of buckets that have no states yet. new: by the id of the one before."""
+    for plan in planned:
+        plan.compressor = new.get(id(plan.compressor), plan.compressor)
+
+
 def keep_states(
     planned: Sequence[PlannedBucket], size: int, rank: int, compressors: Iterable[Compressor] = ()
 ) -> list[BucketStates]:
     """Begin with the initial states of the buckets. Returns those for `compressors`, then for others."""
-    kept = {id(compressor): BucketStates(compressor) for compressor in compressors}
+    every = [*compressors, *(plan.compressor for plan in planned)]
+    kept = {id(c): BucketStates(c) for c in {id(c): c for c in every}.values()}
     for plan in planned:
-        plan.states = kept.setdefault(id(plan.compressor), BucketStates(plan.compressor))
+        plan.states = kept[id(plan.compressor)]
         plan.states.add(plan.bucket, size, rank)
     if rank == 0:
         warn_of_dense(planned)

@@ -50,13 +50,14 @@ from dgc.core.protocol import (
     Compressor,
     DenseResult,
     Reduced,
+    Run,
     StatelessCompressor,
     check_means,
     nonfinite_message,
 )
 from dgc.core.state import State, Tables
-from dgc.engine.buckets import PlannedBucket, keep_states
-from dgc.engine.options import register_compressors
+from dgc.engine.buckets import PlannedBucket, keep_states, replace_compressors
+from dgc.engine.options import check_can_send
 from dgc.engine.state import ResidualPart
 from dgc.kernels.selection import first_tensor_nonfinite
 
@@ -172,12 +173,16 @@ class HierarchicalCompressor(Compressor):
     def accepts(self, segment: Segment) -> bool:
         return self.inner.accepts(segment)
 
-    def begin_epoch(self, epoch: int) -> None:
-        self.inner.begin_epoch(epoch)
+    def in_epoch(self, epoch: int) -> "HierarchicalCompressor":
+        inner = self.inner.in_epoch(epoch)
+        return self if inner is self.inner else HierarchicalCompressor(inner, self.place, self._loads)
 
     def at_epoch(self, bucket: Bucket, state: ShareState, epoch: int) -> ShareState:
         inner = self.inner.at_epoch(state.share, state.inner, epoch) if state.tensors else state.inner
         return replace(state, inner=inner)
+
+    def used_by(self, run: Run) -> None:
+        self.inner.used_by(run)
 
     def ratio_of(self, states: Sequence[tuple[Bucket, ShareState]]) -> float:
         return self.inner.ratio_of([(state.share, state.inner) for _, state in states if state.tensors])
@@ -343,14 +348,11 @@ def plan_compressors(
     the part of its machine's residual that it has, None if all ranks are treated alike.
     """
     compressors = list({id(plan.compressor): plan.compressor for plan in planned}.values())
-    register_compressors(compressors, transport)
+    check_can_send(compressors, transport)
     place = choose_place(transport, hierarchical, compressors)
-    two_levels: dict[int, HierarchicalCompressor] = {}
     if place is not None:
         loads = [0] * place.local_size
-        for plan in planned:
-            inner = plan.compressor
-            plan.compressor = two_levels.setdefault(id(inner), HierarchicalCompressor(inner, place, loads))
+        replace_compressors(planned, {id(c): HierarchicalCompressor(c, place, loads) for c in compressors})
     keep_states(planned, transport.size, transport.rank)
     if place is None:
         return None, None

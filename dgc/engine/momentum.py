@@ -1,5 +1,5 @@
-"""How a compressor and the optimizer of its means go together: exactly one of them applies momentum, and some methods
-were measured to lose quality with some optimizers."""
+"""How a compressor and the optimizer of its means go together: exactly one of them applies momentum, and some
+methods were measured to lose quality with some optimizers."""
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from dgc.comm.transport import Transport
 from dgc.core.protocol import Compressor, ExchangesMomentum, MomentumOwner, Use
 from dgc.engine.agreement import check_settings
-from dgc.engine.buckets import PlannedBucket, SparseUpdate
+from dgc.engine.buckets import PlannedBucket, SparseUpdate, replace_compressors
 
 
 @runtime_checkable
@@ -153,14 +153,28 @@ def warn_of_momentum_twice(optimizer: Optimizer, compressors: Mapping[Tensor, Co
             return
 
 
-def assign_momentum(optimizer: Optimizer, planned: Sequence[PlannedBucket]) -> None:
-    """Decide whether the memory or the optimizer applies momentum to each parameter.
+def take_momentum(optimizer: Optimizer, planned: Sequence[PlannedBucket]) -> None:
+    """Replace each compressor whose memory has no momentum of its own by one with the optimizer's.
 
-    A memory without a momentum of its own takes the momentum of the first group with a parameter of it.
+    It is the momentum of the first group with a parameter of the compressor.
+    """
+    compressors, bound = compressors_of(planned), {}
+    for group in optimizer.param_groups:
+        momentum, nesterov = group.get("momentum", 0.0), bool(group.get("nesterov"))
+        for compressor in {id(c): c for p in group["params"] if (c := compressors.get(p))}.values():
+            correction = compressor.correction
+            if correction is not None and correction.momentum is None and id(compressor) not in bound:
+                bound[id(compressor)] = compressor.with_momentum(momentum, nesterov)
+    replace_compressors(planned, bound)
+
+
+def assign_momentum(optimizer: Optimizer, planned: Sequence[PlannedBucket]) -> None:
+    """Decide whether the memory or the optimizer applies momentum to each parameter, after `take_momentum`.
 
     Raises:
         ValueError: Both would apply it, or their settings differ. The message names the cure.
     """
+    take_momentum(optimizer, planned)
     corrected = {
         p: correction
         for plan in planned
@@ -173,7 +187,6 @@ def assign_momentum(optimizer: Optimizer, planned: Sequence[PlannedBucket]) -> N
     for group in optimizer.param_groups:
         of_group = [corrected[p] for p in group["params"] if p in corrected]
         for correction in {id(c): c for c in of_group}.values():
-            correction.take(group.get("momentum", 0.0), bool(group.get("nesterov")))
             if not isinstance(optimizer, SupportsCorrectedGradients):
                 if group.get("momentum", 0) or "betas" in group:
                     cure = "dgc.optim.DGCSGD, or a memory without momentum (ResidualMemory)"
@@ -204,7 +217,7 @@ def assign_momentum(optimizer: Optimizer, planned: Sequence[PlannedBucket]) -> N
 def share_momentum(
     optimizer: Optimizer, planned: Sequence[PlannedBucket], transport: Transport, factor: int
 ) -> None:
-    """Give the momentum of the optimizer to the compressors that exchange it. Collective if there are any.
+    """Bind the compressors that exchange the optimizer's momentum to it. Collective if there are any.
 
     Raises:
         ValueError: The optimizer has none to give, differs between ranks, or needs sums in place of means.
@@ -227,5 +240,5 @@ def share_momentum(
     if factor != 1:
         raise ValueError(f"{kind} exchanges means of momentum: use op='average', and a learning rate for it")
     optimizer.receive_momentum_of([p for parameters in by_compressor.values() for p in parameters.values()])
-    for compressor, parameters in by_compressor.items():
-        compressor.exchange_momentum_of(optimizer, parameters)
+    bound = {id(c): c.bound_to(optimizer, parameters) for c, parameters in by_compressor.items()}
+    replace_compressors(planned, bound)

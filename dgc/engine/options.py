@@ -7,7 +7,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, MutableMappi
 from inspect import Parameter, signature
 from numbers import Real
 from typing import Any, Protocol, runtime_checkable
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,6 @@ from dgc.engine.buckets import PlannedBucket
 # what schedulers and torch add to parameter groups
 OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr", "param_names"}
 _optimizers_of: WeakKeyDictionary[Transport, int] = WeakKeyDictionary()
-_in_use: WeakSet[Compressor] = WeakSet()
 # of each parameter with hooks, what averages its gradients, and the name of that
 _owners: MutableMapping[Tensor, tuple[ref[Any], str]] = WeakIdKeyDictionary()
 
@@ -197,11 +196,9 @@ def as_route(compression: Any) -> Route:
     """Convert the `compression` argument to a Route. Horovod's compressions are classes, all others instances.
 
     Raises:
-        ValueError: It is none of these, or a compressor belongs to another optimizer.
+        ValueError: It is none of these.
     """
     if isinstance(compression, Route):
-        for rule in compression.rules:
-            check_unused(rule.compressor)
         return compression
     if compression is None:
         return Route([Rule(DenseCompressor())])
@@ -209,7 +206,6 @@ def as_route(compression: Any) -> Route:
         name = compression.__name__
         raise ValueError(f"compression={name} is a class: pass an instance, compression={name}(...)")
     if hasattr(compression, "reduce"):
-        check_unused(compression)
         return Route([Rule(compression)])
     if hasattr(compression, "compress") and hasattr(compression, "decompress"):
         return Route([Rule(CastCompressor(compression))])
@@ -385,27 +381,11 @@ def check_not_wrapped(named_parameters: Iterable[tuple[str, Tensor]], name: str)
         )
 
 
-def check_unused(compressor: Compressor) -> None:
-    """Raise ValueError if another optimizer uses the compressor: a residual cannot be shared."""
-    if not isinstance(compressor, StatelessCompressor) and compressor in _in_use:
-        raise ValueError(
-            f"this {type(compressor).__name__} has the residual of another DistributedOptimizer: create one "
-            "compressor for each optimizer"
-        )
-
-
-def register_compressors(compressors: Iterable[Compressor], transport: Transport) -> None:
-    """Mark compressors as used by an optimizer. See `check_unused`.
-
-    Raises:
-        ValueError: A compressor sends messages from rank to rank, and the transport cannot carry them.
-    """
+def check_can_send(compressors: Iterable[Compressor], transport: Transport) -> None:
+    """Raise ValueError if a compressor sends messages from rank to rank, and the transport cannot carry them."""
     for compressor in compressors:
-        check_unused(compressor)
         if compressor.point_to_point and not transport.point_to_point:
             raise ValueError(
                 f"{type(compressor).__name__} sends messages from rank to rank, and this "
                 f"{type(transport).__name__} does not: connect with point_to_point=True"
             )
-        if not isinstance(compressor, StatelessCompressor):
-            _in_use.add(compressor)

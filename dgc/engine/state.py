@@ -244,17 +244,29 @@ def compare_states(transport: Transport, step: int, common: Mapping[str, int]) -
 
 
 class BucketStates:
-    """A compressor and the states of its buckets on this rank. They are kept, restored, saved and loaded here."""
+    """A compressor in one exchange, and the states of its buckets on this rank. They are kept, restored, saved and
+    loaded here.
+
+    Attributes:
+        compressor: With the settings of the present epoch.
+        common: The parameters of the last loaded state, of each of its common tables.
+    """
 
     def __init__(self, compressor: Compressor):
-        self.compressor = compressor
+        self._given, self.compressor = compressor, compressor.in_epoch(0)
+        self._epoch: int | None = None  # the one that was begun
+        self._is_told = False  # whether it is known to the user if none was
         self._of: dict[str, tuple[Bucket, State]] = {}
         self._dropped: dict[str, State] = {}  # what replaces a state if the last step is dropped
-        self.common: dict[str, list[str]] = {}  # parameters of the last loaded state, of each of its common tables
+        self.common: dict[str, list[str]] = {}
+        compressor.used_by(self)
 
     def add(self, bucket: Bucket, size: int, rank: int) -> None:
         """Begin with the initial state of a bucket, on rank `rank` of `size`."""
-        self._of[bucket.name] = bucket, self.compressor.init(bucket, size, rank)
+        state = self.compressor.init(bucket, size, rank)
+        if self._epoch is not None:
+            state = self.compressor.at_epoch(bucket, state, self._epoch)
+        self._of[bucket.name] = bucket, state
 
     @property
     def names(self) -> set[str]:
@@ -276,7 +288,9 @@ class BucketStates:
         Raises:
             ValueError: `reduce` of the compressor is not a generator or does not return a `Reduced`.
         """
-        state = self._of[bucket.name][1]
+        if not self._is_told:
+            self._warn_of_no_epoch()
+        state, epoch = self._of[bucket.name][1], self._epoch
         conversation = self.compressor.reduce(bucket, state)
         if not isinstance(conversation, GeneratorType):
             raise ValueError(
@@ -286,8 +300,11 @@ class BucketStates:
         reduced = yield from conversation
         if not isinstance(reduced, Reduced):
             raise ValueError(f"reduce of {self.compressor.class_name} must return a Reduced, not {reduced!r}")
-        self._of[bucket.name] = bucket, reduced.state
-        self._dropped[bucket.name] = state if reduced.dropped is None else reduced.dropped
+        new, dropped = reduced.state, state if reduced.dropped is None else reduced.dropped
+        if self._epoch is not None and self._epoch != epoch:  # it has begun meanwhile, as in delayed outer steps
+            new, dropped = (self.compressor.at_epoch(bucket, s, self._epoch) for s in (new, dropped))
+        self._of[bucket.name] = bucket, new
+        self._dropped[bucket.name] = dropped
         return reduced.result
 
     def rollback(self, bucket: Bucket) -> None:
@@ -296,10 +313,25 @@ class BucketStates:
 
     def begin_epoch(self, epoch: int) -> None:
         """Set the epoch, counted from 0."""
-        self.compressor.begin_epoch(epoch)
+        self.compressor, self._epoch = self._given.in_epoch(epoch), epoch
         for bucket, state in self._of.values():
             self[bucket] = self.compressor.at_epoch(bucket, state, epoch)
-        self._dropped.clear()
+        # the last step may still be dropped, if its exchange is used after it
+        for name, state in self._dropped.items():
+            self._dropped[name] = self.compressor.at_epoch(self._of[name][0], state, epoch)
+
+    def _warn_of_no_epoch(self) -> None:
+        """Let rank 0 warn, in the first step, if the compressor depends on the epoch and none has begun."""
+        self._is_told = True
+        depends = self._epoch is None and self.compressor is not self._given
+        if depends and all(state.rank == 0 for _, state in self._of.values()):
+            warnings.warn(
+                f"{self.compressor.class_name} depends on the epoch, as with warmup_epochs, but begin_epoch was "
+                f"not called before the first step: compress_ratio stays at {self.compress_ratio:.4g}. Before "
+                "each epoch call exchange.begin_epoch(epoch), of what compress returned, or "
+                "optimizer.begin_epoch(epoch), of DistributedOptimizer. Or pass steps_per_epoch to it",
+                stacklevel=3,
+            )
 
     # --- what the states say ----------------------------------------------------------------------
 

@@ -45,7 +45,7 @@ from dgc.engine.buckets import PlannedBucket, check_equal_plans, keep_states
 from dgc.engine.exchange import ExchangeSettings, GradientExchange, GradientPlan
 from dgc.engine.loop import LossScale, StartOrder
 from dgc.engine.momentum import MomentumCheck
-from dgc.engine.options import register_compressors, unique_prefix
+from dgc.engine.options import check_can_send, unique_prefix
 from dgc.engine.steps import AwaitedStep, before_steps
 from dgc.fsdp.shards import (
     ParameterGroup,
@@ -219,7 +219,7 @@ class FSDPExchange(GradientExchange):
         check_equal_plans(own, transport)
         # in model order: positions name the saved states
         compressors = list(dict.fromkeys(c for plan in reversed(self._plans) for c in plan.compressors))
-        register_compressors(compressors, cross)
+        check_can_send(compressors, cross)
         states, buckets = (
             keep_states(planned, cross.size, cross.rank, compressors),
             [p.buckets for p in self._plans],

@@ -24,7 +24,7 @@ from dgc.engine.agreement import Agreement
 from dgc.engine.buckets import MEGABYTE, PlannedBucket, keep_states, plan_buckets, states_in_order
 from dgc.engine.drops import DropPolicy
 from dgc.engine.loop import Engine
-from dgc.engine.options import as_route, register_compressors
+from dgc.engine.options import as_route, check_can_send
 from dgc.engine.state import named_methods, texts
 from dgc.gossip.model import FlatModel
 from dgc.local.optimizers import OuterOptimizer
@@ -149,7 +149,7 @@ class ModelExchange:
         name: str,
     ):
         planned = [plan for group in groups for plan in group]
-        register_compressors(dict.fromkeys(plan.compressor for plan in planned), transport)
+        check_can_send(dict.fromkeys(plan.compressor for plan in planned), transport)
         keep_states(planned, transport.size, transport.rank)
         self.states = states_in_order(planned, named)
         # LocalOptimizer counts the dense bytes of all steps

@@ -158,7 +158,7 @@ class OuterSteps(Gossip):
         check_momentum(self.compression)
         self.steps = 0
         self.island: int | None = None  # set by `start`
-        self._methods: list[Any] = [rule.compressor for rule in self.compression.rules]  # then with their states
+        self._senders: list[Any] = [rule.compressor for rule in self.compression.rules]  # then with their states
 
     def _check_arguments(self) -> None:
         """Raise ValueError for an argument that is out of range, or arguments that do not fit together."""
@@ -209,7 +209,7 @@ class OuterSteps(Gossip):
     def compress_ratio(self) -> float:  # type: ignore[override]
         if self.base is not None:
             return self.base.compress_ratio
-        return min(c.compress_ratio for c in self._methods) / self.average_every
+        return min(c.compress_ratio for c in self._senders) / self.average_every
 
     @property
     def fixed_settings(self) -> dict[str, Any]:
@@ -234,7 +234,7 @@ class OuterSteps(Gossip):
         fragments = [Fragment(model, part, *how, f"{name}.outer{i}") for i, part in enumerate(parts)]
         self._outer_factor(self.average_every)
         self.exchange = OuterExchange(fragments, transport, meter, f"{name}.outer")
-        self._methods = self.exchange.states
+        self._senders = self.exchange.states
         self._check_fit(len(fragments))
         # by the rules, because the ranks of a machine may have other tensors, and so other compressors
         chosen = [rule.compressor for rule in self.compression.rules]
@@ -296,8 +296,8 @@ class OuterSteps(Gossip):
     def begin_epoch(self, epoch: int) -> None:
         if self.base is not None:
             self.base.begin_epoch(epoch)
-        for method in self._methods:
-            method.begin_epoch(epoch)
+        for states in self.exchange.states:
+            states.begin_epoch(epoch)
 
     def begin_step(self) -> None:
         if self.base is not None:

@@ -48,13 +48,14 @@ class DGC(ErrorFeedback):
     ):
         self.D, self.m, self.nesterov, self.masking = compress_ratio, momentum, nesterov, masking
         self.thr_G, self.warmup, self.correction = thr_G, warmup_epochs, MomentumCorrection(momentum, nesterov)
-        self.begin_epoch(0)
+        self.compress_ratio = self.D
 
     def accepts(self, segment: Segment) -> bool:
         return len(segment.shape) > 1
 
-    def begin_epoch(self, epoch: int) -> None:
-        self.compress_ratio = max(0.25 ** (epoch + 1), self.D) if epoch < self.warmup else self.D
+    def in_epoch(self, epoch: int) -> "DGC":
+        D = max(0.25 ** (epoch + 1), self.D) if epoch < self.warmup else self.D
+        return self.changed(compress_ratio=D) if self.warmup else self
 
     def reduce(self, bucket: Bucket, state: State) -> Conversation[Reduced]:
         (G, bad), U, V, m = gradient_of(bucket), state.local["U"], state.errors["V"], self.m

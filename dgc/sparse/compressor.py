@@ -15,11 +15,12 @@ Payload of a bucket in bytes: SparseFormat.nbytes(sum over tensors of ceil(D n))
 all-reduce, or D = 1: all of v, 4 bytes per element (2 for 16-bit values), and a header of 24.
 """
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from threading import Lock
 from typing import Any, TypeVar, cast
+from weakref import WeakKeyDictionary, WeakSet
 from zlib import crc32
 
 from torch import Tensor
@@ -40,6 +41,7 @@ from dgc.core.protocol import (
     DenseResult,
     Position,
     Reduced,
+    Run,
     Use,
     check_choice,
     first_nonfinite_message,
@@ -101,9 +103,8 @@ class SparseCompressor(Compressor):
         >>> optimizer = DistributedOptimizer(optimizer, model.named_parameters(), compression)
     """
 
-    compress_ratio: float = 1.0
+    ratio: float = 1.0
     fallback: Compressor = DenseCompressor()
-    _awaits_epoch: bool = False
 
     @property
     def unsuited(self) -> Mapping[Use, str]:  # type: ignore[override]
@@ -167,11 +168,7 @@ class SparseCompressor(Compressor):
 
     def _begin(self, bucket: Bucket, state: SparseState) -> tuple[PassInputs, SparseState]:
         """Return the pass over the gradient, and the state after it, with the plan of this step."""
-        if self._awaits_epoch:
-            self._awaits_epoch = False
-            if state.rank == 0:
-                self.warmup.warn_of_no_epoch()
-        inputs, plan, ratio = self.memory.pass_inputs(bucket, state), state.plan, self.compress_ratio
+        inputs, plan, ratio = self.memory.pass_inputs(bucket, state), state.plan, self.ratio
         if plan is not None and plan.ratio == ratio:
             return inputs, state.next(sent=None, returned=None)
         plan = plan_selection(bucket.segments, ratio, bucket.device, self.vector_ratio)
@@ -232,14 +229,19 @@ class SparseCompressor(Compressor):
             named("indices", indices, INDICES, IndexFormat, "dgc.sparse.payloads", "int64"),
         )
         self.warmup = RatioWarmup(fraction, warmup_epochs, warmup_coeff)
-        self.compress_ratio = self.warmup.at(0)
+        self.ratio = self.warmup.at(0)
         self.seed, self.dense_values = seed, dense_values
         self.fallback = make_fallback(dense_values, self.format.values, self.memory.gradient_clipping)
         check_choice(EXCHANGES, exchange=exchange)
         self.exchange, self._exchanges = exchange, EXCHANGES[exchange]
         self.vectors, self.vector_ratio = vectors, checked_vector_ratio(vectors, vector_ratio, fraction)
         self._names: set[str] | None = None
-        self._awaits_epoch = warmup_epochs > 0
+
+    @property
+    def compress_ratio(self) -> float:
+        """The ratio of the epoch: of a compressor that exchanges use, the smallest one of theirs."""
+        use = _uses.get(self) if self.warmup.warmup_epochs > 0 else None
+        return self.ratio if use is None else min(use.ratios(), default=self.warmup.at(use.epoch or 0))
 
     @property
     def correction(self) -> MomentumCorrection | None:
@@ -254,8 +256,30 @@ class SparseCompressor(Compressor):
             return len(segment.shape) > 1 or self.vectors == "sparse"
         return segment.name in self._names
 
+    # --- the settings of a run ------------------------------------------------------------------------
+
+    def in_epoch(self, epoch: int) -> "SparseCompressor":
+        return self.changed(ratio=self.warmup.at(epoch)) if self.warmup.warmup_epochs > 0 else self
+
+    def with_momentum(self, momentum: float, nesterov: bool) -> "SparseCompressor":
+        memory = self.memory.with_momentum(momentum, nesterov)
+        return self if memory is self.memory else self._for_a_run(memory=memory)
+
+    def _for_a_run(self, **settings: Any) -> "SparseCompressor":
+        """`changed`, and the exchange that uses the copy counts as one that uses this compressor."""
+        copy = self.changed(**settings)
+        _uses[copy] = _uses.setdefault(self, _Use())
+        return copy
+
+    def used_by(self, run: Run) -> None:
+        _uses.setdefault(self, _Use()).add(run)
+
     def begin_epoch(self, epoch: int) -> None:
-        self.compress_ratio, self._awaits_epoch = self.warmup.at(epoch), False
+        """Begin an epoch in all exchanges that use this compressor, and in those that will be built with it.
+
+        The original work's interface. `begin_epoch` of an optimizer or exchange begins an epoch there alone.
+        """
+        _uses.setdefault(self, _Use()).begin_epoch(epoch)
 
     def warmup_compress_ratio(self, epoch: int) -> None:
         """Same as `begin_epoch`, under the original's name."""
@@ -266,6 +290,38 @@ class SparseCompressor(Compressor):
         state = self.memory.init(bucket, size, rank)
         graph = graph_of(bucket) if self.selector.repeats and state.errors else None
         return replace(state, dense=False, rows=self.selector.rows, graph=graph)
+
+
+class _Use:
+    """The exchanges that use a compressor, and the epoch that was begun there by its own `begin_epoch`."""
+
+    def __init__(self) -> None:
+        self._runs: WeakSet[Run] = WeakSet()
+        self.epoch: int | None = None
+        self._lock = Lock()  # simulated ranks are threads
+
+    def _list(self) -> list[Run]:
+        with self._lock:
+            return list(self._runs)
+
+    def add(self, run: Run) -> None:
+        with self._lock:
+            self._runs.add(run)
+        if self.epoch is not None:
+            run.begin_epoch(self.epoch)
+
+    def begin_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        for run in self._list():
+            run.begin_epoch(epoch)
+
+    def ratios(self) -> list[float]:
+        return [run.compress_ratio for run in self._list()]
+
+
+# The original work's scripts set the epoch in the compressor, and read its ratio there. Here both are in the
+# exchanges. Only these two calls of users need to find them.
+_uses: WeakKeyDictionary[SparseCompressor, _Use] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -310,16 +366,6 @@ class RatioWarmup:
         if isinstance(self.warmup_coeff, Sequence):
             return self.warmup_coeff[epoch]
         return max(self.warmup_coeff ** (epoch + 1), self.ratio)
-
-    def warn_of_no_epoch(self) -> None:
-        """Warns that begin_epoch was not called before the first step."""
-        warnings.warn(
-            f"warmup_epochs={self.warmup_epochs}, but begin_epoch was not called before the first step: "
-            f"compress_ratio stays at {self.at(0):.4g}. Before each epoch call exchange.begin_epoch(epoch), of "
-            "what compress returned, or optimizer.begin_epoch(epoch), of DistributedOptimizer. Or pass "
-            "steps_per_epoch to it",
-            stacklevel=3,
-        )
 
 
 def checked_vector_ratio(vectors: str, vector_ratio: float | None, compress_ratio: float) -> float | None:

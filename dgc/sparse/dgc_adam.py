@@ -15,6 +15,7 @@ from dgc.core.bucket import Bucket
 from dgc.core.dense import for_gradients
 from dgc.core.momentum import MomentumCorrection
 from dgc.core.protocol import MomentumOwner, Preconditioner, Reduced, StatelessCompressor, Use
+from dgc.sparse.compressor import SparseCompressor
 from dgc.sparse.dgc import DGCCompressor
 from dgc.sparse.memories import DGCSGDMemory, SparseState
 
@@ -57,14 +58,13 @@ class DGCAdamCompressor(DGCCompressor):
     def __init__(self, compress_ratio: float, gradients: StatelessCompressor | None = None, **options: Any):
         if "memory" in options:
             raise ValueError("DGCAdamCompressor has a memory of its own: leave `memory` out")
-        self._memory = DGCSGDMemory(momentum_masking=False)
-        super().__init__(compress_ratio, self._memory, **options)
+        super().__init__(compress_ratio, DGCSGDMemory(momentum_masking=False), **options)
         self._gradients = for_gradients(gradients)
         self._owner: Preconditioner | None = None
         self._parameters: dict[str, Tensor] = {}
 
-    def exchange_momentum_of(self, owner: MomentumOwner, parameters: Mapping[str, Tensor]) -> None:
-        """Take second moment, beta1 and stage from this optimizer."""
+    def bound_to(self, owner: MomentumOwner, parameters: Mapping[str, Tensor]) -> SparseCompressor:
+        """Return the compressor that takes second moment, beta1 and stage from this optimizer."""
         if not isinstance(owner, Preconditioner):
             raise ValueError(
                 f"DGCAdamCompressor needs a second moment that stays constant, and {type(owner).__name__} does "
@@ -73,8 +73,8 @@ class DGCAdamCompressor(DGCCompressor):
         betas = sorted({beta1 for beta1, _ in owner.momentum_of(list(parameters.values()))})
         if len(betas) != 1:
             raise ValueError(f"DGCAdamCompressor applies one beta1 to all parameters, not {betas}: use one")
-        self._owner, self._parameters = owner, dict(parameters)
-        self._memory.correction.take(betas[0], nesterov=False)
+        memory = self.memory.with_momentum(betas[0], nesterov=False)
+        return self._for_a_run(memory=memory, _owner=owner, _parameters=dict(parameters))
 
     @property
     def correction(self) -> MomentumCorrection | None:

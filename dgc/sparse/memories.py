@@ -7,6 +7,7 @@ the next step, which reads and writes v anyway, removes it. A dropped step is th
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -112,7 +113,7 @@ class SparseState(State):
 
 
 class Memory(ABC):
-    """The settings of a residual.
+    """The settings of a residual. It is not changed after its construction, so that any exchange can use it.
 
     correction: momentum that the memory applies in place of the optimizer. gradient_clipping: the limit on
     gradients, and on the mean of tensors that a fallback sends dense.
@@ -131,6 +132,14 @@ class Memory(ABC):
 
         After the pass, `v` [n] fp32 holds all that is to be sent.
         """
+
+    def with_momentum(self, momentum: float, nesterov: bool) -> "Memory":
+        """Return the memory with the momentum of an optimizer, where `correction` has None."""
+        if self.correction is None or self.correction.momentum is not None:
+            return self
+        memory = copy(self)
+        memory.correction = self.correction.filled(momentum, nesterov)
+        return memory
 
     def clip(self, bucket: Bucket) -> Conversation[Tensor]:
         """Clip the bucket's local gradient in place. NaN and TOO_LARGE (`dgc.kernels`) count as zero.
@@ -196,7 +205,7 @@ class DGCSGDMemory(Memory):
 
     @property
     def momentum(self) -> float | None:
-        """The coefficient; None until an optimizer has given its own."""
+        """The coefficient. None: the optimizer's."""
         return self.correction.momentum
 
     @property

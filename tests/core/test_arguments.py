@@ -147,11 +147,8 @@ def test_a_part_takes_the_place_of_a_keyword_of_the_original(
 
 
 def ratios(epochs: int = 7, **options: Any) -> Any:
-    compressor, seen = DGCCompressor(memory=NoMemory(), **options), []
-    for epoch in range(epochs):
-        compressor.begin_epoch(epoch)
-        seen.append(compressor.compress_ratio)
-    return seen
+    compressor = DGCCompressor(memory=NoMemory(), **options)
+    return [compressor.in_epoch(epoch).compress_ratio for epoch in range(epochs)]
 
 
 def test_the_published_warm_up_takes_roots_of_the_ratio() -> None:

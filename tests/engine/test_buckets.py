@@ -87,7 +87,7 @@ def test_a_bucket_has_one_dtype_with_one_compressor() -> None:
     assert by_names["e", "a"].compressor is sparse
     assert by_names["h",].compressor is other
     assert by_names["c",].bucket.flat.dtype == torch.float16
-    assert by_names["d", "b"].compressor is sparse.fallback
+    assert by_names["d", "b"].compressor is other.fallback  # of the first rule, for both
 
 
 def test_what_several_compressors_leave_shares_a_bucket() -> None:

@@ -189,7 +189,7 @@ def test_new_ratio_and_addresses(captured: Any) -> None:
             assert all(map(same_bits, *(rank.run(number, moves=moves) for rank in ranks))), number
 
     def change_momentum(rank: Any) -> None:
-        rank.compressor.memory.correction.momentum = 0.8
+        rank.states.compressor = rank.states.compressor.changed(memory=DGCSGDMemory(0.8))
 
     changes: tuple[tuple[Any, range], ...] = (
         (lambda rank: rank.states.begin_epoch(0), range(1, 7)),

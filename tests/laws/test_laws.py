@@ -45,6 +45,17 @@ def test_replicas_are_bitwise_equal(row: Row, size: int) -> None:
 
 
 @every_row
+def test_one_object_serves_all_ranks(row: Row) -> None:
+    """It has settings only: each rank gets the bits of an object of its own."""
+    shared = row.make()
+    fleets = [testing.Fleet(make, 3) for make in (lambda: shared, row.make)]
+    for step in range(4):
+        own = [testing.gradients(rank, step) for rank in range(3)]
+        found, expected = ([*fleet.step(own), *fleet.errors()] for fleet in fleets)
+        assert all(map(torch.equal, found, expected)), step
+
+
+@every_row
 @two_and_more
 def test_nothing_is_lost_and_a_reloaded_state_goes_on_bit_for_bit(row: Row, size: int) -> None:
     """After a dropped step what a rank sent is its own again, bit for bit; NaN and inf count as zero."""

@@ -340,7 +340,7 @@ def test_states_can_be_redistributed_so_that_means_are_unchanged(new: int) -> No
 
 
 def test_what_cannot_be_is_refused() -> None:
-    shared, ef21 = nets.top_k(), methods.EF21Compressor(nets.top_k())
+    ef21 = methods.EF21Compressor(nets.top_k())
     with_momentum = methods.DGCCompressor(0.1, DGCSGDMemory(0.9))
     steps, ramp, slowmo = cast(Any, (OuterSteps, Ramp, SlowMo))  # arguments of another type than annotated
 
@@ -380,9 +380,7 @@ def test_what_cannot_be_is_refused() -> None:
         (lambda: steps(1, **nets.IN_TWO_PARTS), "2 fragments, but average_every=1"),
         (lambda: steps(6, **nets.IN_TWO_PARTS, delay=4), "an exchange begins 3 steps after"),
         (lambda: steps(2, compression=nets.top_k), "compression must be a compressor"),
-        (lambda: steps(2, compression=shared), "has the residual of another"),
     ]
-    nets.Trained(alone(), OuterSteps(2, compression=shared))
     with_momenta = partial(nets.Trained, alone(), OuterSteps(2, average_momentum=True))
     own = with_momenta(make_optimizer=lambda ps: torch.optim.SGD(ps, 0.1, momentum=0.9))
     own.optimizer.inner.step = lambda: own.optimizer.inner.state[own.model[0].weight].update(exp_avg=1)
@@ -586,3 +584,22 @@ def test_two_models_stepped_in_another_order_are_an_error_of_every_rank(name: st
 
     for strict in (True, False):
         LockstepWorld(2, 1, strict=strict).run(body)
+
+
+@pytest.mark.filterwarnings("ignore:.*has NaN or inf")
+@pytest.mark.parametrize("after", [4, 5], ids=["in flight", "arrived"])
+@pytest.mark.parametrize("is_finite", [True, False], ids=["used", "dropped"])
+def test_an_epoch_may_begin_between_the_two_ends_of_an_exchange(after: int, is_finite: bool) -> None:
+    """The state of the new epoch stays, also if the exchange is dropped."""
+    compression = contrib.AccordionCompressor(1, 2)
+    own = nets.Trained(alone(), OuterSteps(4, compression=compression, delay=2))
+    own.optimizer.begin_epoch(0)
+    own.steps(3)
+    if not is_finite:
+        own.z[:] = math.nan
+        own.optimizer.model.scatter()
+    own.steps(after - 3)
+    own.optimizer.begin_epoch(1)
+    own.steps(7 - after)
+    states = next(s for s in own.algorithm.exchange.states if s.compressor.class_name == "AccordionCompressor")
+    assert {state.epoch for _, state in states._of.values()} == {1}

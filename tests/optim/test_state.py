@@ -247,7 +247,7 @@ def test_a_missing_begin_epoch_warns_once() -> None:
     with pytest.warns(UserWarning) as caught:
         advance(model, warm(model, nets.alone()), range(3))
     (said,) = [str(w.message) for w in caught]
-    assert all(w in said for w in ("warmup_epochs=3", "exchange.begin_epoch(epoch)", "steps_per_epoch", "0.5"))
+    assert all(w in said for w in ("warmup_epochs", "exchange.begin_epoch(epoch)", "steps_per_epoch", "0.5"))
 
 
 @pytest.mark.parametrize(

@@ -45,10 +45,8 @@ def test_momentum_correction_loses_nothing_and_masking_clipping_and_warm_up() ->
         assert ranks.states[0].state_dict()["U"]["p0"].view(-1).tolist() == momenta
     ranks = Ranks(1, partial(paper.DGC, 1.0, 0.0, thr_G=1.0), [(2, 1), (1, 1)])
     torch.testing.assert_close(ranks.step([torch.tensor([3.0, 4.0, 0.5])]), torch.tensor([0.6, 0.8, 0.5]))
-    compressor, ratios = paper.DGC(0.001, warmup_epochs=5), []
-    for epoch in range(6):
-        compressor.begin_epoch(epoch)
-        ratios.append(compressor.compress_ratio)
+    compressor = paper.DGC(0.001, warmup_epochs=5)
+    ratios = [compressor.in_epoch(epoch).compress_ratio for epoch in range(6)]
     assert ratios == [0.25, 0.0625, 0.015625, 0.00390625, 0.001, 0.001]
 
 

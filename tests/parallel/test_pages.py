@@ -189,7 +189,7 @@ def test_the_files_and_commands_of_extending_work_in_another_folder(tmp_path: Pa
     done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
-    assert re.findall(r"(\d+) passed", done.stdout) == ["19"]
+    assert re.findall(r"(\d+) passed", done.stdout) == ["21"]
     ends = {run.name: json.loads((run / "summary.json").read_text()) for run in (my / "runs").iterdir()}
     ranks = {name: end["ranks"] for name, end in ends.items()}
     assert ranks == {"experiment": 1, "ternary": 2, "share": 1, "chords": 2, "smoothed": 1}

@@ -162,8 +162,8 @@ def test_the_cheaper_way_is_taken(size: int, ratio: float, sparse: bool) -> None
 def test_the_cheaper_way_is_taken_in_each_epoch_of_the_warm_up() -> None:
     ranks = ranks_of(2, 0.05, partial(DGCSGDMemory, 0.9), warmup_epochs=2, warmup_coeff=[1, 0.3])
     for epoch, numbers in ((0, NUMEL), (1, 6 * SIZE), (2, SIZE)):
-        for compressor in ranks.compressors:
-            compressor.begin_epoch(epoch)
+        for states in ranks.states:
+            states.begin_epoch(epoch)
         (result, *_), mean = ranks.exchange([torch.arange(NUMEL, 0, -1).float()] * 2)
         with case("epoch", epoch):
             assert isinstance(result, DenseResult) == (epoch == 0)
@@ -173,8 +173,8 @@ def test_the_cheaper_way_is_taken_in_each_epoch_of_the_warm_up() -> None:
 
 def test_a_rank_in_another_epoch_of_the_warm_up_is_named() -> None:
     ranks = ranks_of(3, 0.05, warmup_epochs=2, warmup_coeff=[0.3, 0.2])
-    for rank, compressor in enumerate(ranks.compressors):
-        compressor.begin_epoch(rank // 2)
+    for rank, states in enumerate(ranks.states):
+        states.begin_epoch(rank // 2)
     with pytest.raises(PayloadError, match="rank 2 encoded bucket b at compress_ratio 0.2, this rank at 0.3"):
         ranks.exchange(gradients(3, 0))
 

@@ -101,8 +101,8 @@ def test_what_waits_leaves_with_a_dense_step() -> None:
     waiting, momenta = ranks.errors(), [s.state_dict()["momentums"] for s in ranks.states]
     assert all(w.any() for w in waiting)
     expected, own = torch.zeros(NUMEL), gradients(2, 1)
-    for rank, compressor in enumerate(ranks.compressors):
-        compressor.compress_ratio = 1.0
+    for rank, states in enumerate(ranks.states):
+        states.compressor = states.compressor.changed(ratio=1.0)
         u = torch.cat([momenta[rank][name].reshape(-1) for name in SHAPES])
         expected += (waiting[rank] + 0.9 * u + own[rank]) / 2
     torch.testing.assert_close(ranks.exchange(own)[1], expected)
