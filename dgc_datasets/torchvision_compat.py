@@ -95,8 +95,8 @@ if __name__ == "__main__":
     import sysconfig
 
     if install(Path(sysconfig.get_path("purelib"))):
-        words = "torchvision is built for another torch: its import would fail, and a file cures it."
-        print(f"{words} It works now, without the operators of detection models")
+        words = "torchvision is built for another torch. It can be imported now, without the operators of"
+        print(f"{words} detection models: there is nothing to do")
 else:
     # in the place of that of the environment's copy
     sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__name__ != _BeforeTorchvision.__name__]

@@ -24,10 +24,15 @@ UNREACHABLE='ConnectionPool|Connection refused|resolution|unreachable|resolve|ti
 die() { printf 'setup: %s\n' "$*" >&2; exit 1; }
 log() { printf 'setup: %s\n' "$*"; }
 progress() { # progress PROCESS: prints what the log ends with, soon and then every 15 seconds, until the process ends
-    local pause=4 start=$SECONDS
+    local pause=4 start=$SECONDS line before=
     while sleep $pause &>/dev/null && kill -0 "$1" 2>/dev/null; do
-        log "$((SECONDS - start)) s: $(grep -v '^ *$' "$LOG" | tail -n 1 | tr -d '\r' | cut -c1-90)"
-        pause=15
+        line=$(grep -v '^ *$' "$LOG" | tail -n 1 | tr -d '\r' | cut -c1-90)
+        if [ "$line" = "$before" ]; then # pip unpacks packages for minutes without a line
+            log "$((SECONDS - start)) s: installing, $(du -sm "$VENV" | cut -f1) MB so far"
+        else
+            log "$((SECONDS - start)) s: $line"
+        fi
+        before=$line pause=15
     done
 }
 run() { # run REMEDY COMMAND...: prints the command's last lines only if it fails

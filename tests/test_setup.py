@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import runpy
 import shutil
 import subprocess
@@ -131,6 +132,25 @@ def build_wheel(folder: Path, env: Mapping[str, str]) -> Path:
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = folder.glob("*.whl")
     return wheel
+
+
+def test_setup_prints_the_size_of_what_is_installed_while_the_log_stands_still(tmp_path: Path) -> None:
+    (log := tmp_path / "setup.log").write_text("Collecting torch\n\n")
+    source = (REPOSITORY / "scripts/setup.sh").read_text()
+    functions = re.search(r"^log\(\).*?^run\(\)", source, re.M | re.S)
+    assert functions is not None
+    script = f"""
+        LOG={log} VENV={tmp_path}
+        sleep() {{ command sleep 0.1; }}
+        {functions[0].removesuffix("run()")}
+        command sleep 300 & waits=$!
+        progress $waits | head -n 2
+        kill $waits
+    """
+    done = subprocess.run(["bash", "-euc", script], capture_output=True, text=True, check=True)
+    first, second = done.stdout.splitlines()
+    assert re.fullmatch(r"setup: \d s: Collecting torch", first)
+    assert re.fullmatch(r"setup: \d s: installing, \d MB so far", second)
 
 
 def test_the_compiler_is_the_one_asked_for_then_that_of_the_machine(tmp_path: Path, monkeypatch: Patch) -> None:
