@@ -155,6 +155,7 @@ WITH_MUON: dict[str, Words] = {
     "muon-local-momentum-h20": ("configs/local/momentum.py", *MUON_LOCAL, every(20)),
     "muon-local-4-bits-h10": ("configs/local/fourbit.py", *MUON_LOCAL),
     "muon-local-2-bits-h10": ("configs/local/twobit.py", *MUON_LOCAL),
+    "muon-local-2-bits-h20": ("configs/local/twobit.py", *MUON_LOCAL, every(20)),
     "muon-local-sign-h10": ("configs/local/sign.py", *MUON_LOCAL),
     "muon-local-sign-h32": ("configs/local/sign.py", *MUON_LOCAL, every(32)),
     "muon-local-sign-h64": ("configs/local/sign.py", *MUON_LOCAL, every(64)),

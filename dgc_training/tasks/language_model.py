@@ -23,7 +23,7 @@ class LanguageModel(Task):
     in the same way; a model without state sees no token before its window.
 
     Args:
-        setup: its data set is a mapping from split to int64 [n]. `train.batch_size` counts rows.
+        setup: its data set is a mapping from split to token ids [n]. `train.batch_size` counts rows.
         context: tokens of a row in one backward pass.
         carry_state: whether the model has a state that is carried.
         steps_per_epoch: optimizer steps of an epoch, after which the model is evaluated; None: one pass over the

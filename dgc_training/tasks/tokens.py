@@ -26,7 +26,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
     """Adjacent windows of a stream; items are (inputs, targets), int64 [context] each.
 
     Args:
-        tokens: int64 [n].
+        tokens: [n] of an integer type.
         context: tokens in a window.
     """
 
@@ -38,7 +38,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         first = index * self.context
-        window = self.tokens[first : first + self.context + 1]
+        window = self.tokens[first : first + self.context + 1].long()
         return window[:-1], window[1:]
 
 
@@ -53,7 +53,7 @@ class TokenStreams:
     number of the chunk before. A checkpoint has it beside the model's state.
 
     Args:
-        tokens: int64 [n], equal on every rank.
+        tokens: [n] of an integer type, equal on every rank.
         context: tokens of a row in one backward pass.
         batch_size: rows of one rank.
         num_batches_per_step: backward passes of a step.
@@ -101,7 +101,7 @@ class TokenStreams:
 
     def _chunk(self, number: int) -> TokenBatch:
         first = number * self.context
-        chunk = self.rows[:, first : first + self.context + 1].to(self.device)
+        chunk = self.rows[:, first : first + self.context + 1].to(self.device, torch.int64)
         continues = number > 0 and (self.last is None or number == self.last + 1)
         self.last = number
         return TokenBatch(chunk[:, :-1], chunk[:, 1:], not continues)
@@ -114,7 +114,7 @@ class EvaluationRows:
     Rank r has the rows [r::size]. The last rows are shorter, or empty: their missing targets are IGNORED.
 
     Args:
-        tokens: int64 [n].
+        tokens: [n] of an integer type.
         context: tokens of a row in one batch.
         rows: number of rows on all ranks together.
     """
