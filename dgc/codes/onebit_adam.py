@@ -4,7 +4,6 @@ It needs its optimizer, `dgc.optim.OneBitAdam`, which owns the moments and says 
 its `freeze_step`.
 """
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,6 +27,7 @@ from dgc.core.protocol import (
     Vector,
 )
 from dgc.core.state import zeros
+from dgc.warn import warn
 
 CHECKS = 200  # of the momentum of a bucket after the warm-up: on a GPU each one waits for the device
 HEAD = 16  # elements of each tensor that are compared
@@ -143,11 +143,10 @@ class OneBitAdamCompressor(ChunkedSignsCompressor):
         expected = float((delivered * (heads != 0)).abs().sum())  # a masked element stays at zero
         if abs(float(heads.abs().sum()) - expected) > 0.01 * expected:
             self._checks.left = 0
-            warnings.warn(
+            warn(
                 "gradients were changed between backward and step(), by clipping or scaling. After freeze_step "
                 "they are 1-bit Adam's momentum, which this damps in every step: clip nothing from there on "
-                "(Hugging Face: max_grad_norm=0)",
-                stacklevel=2,
+                "(Hugging Face: max_grad_norm=0)"
             )
 
 

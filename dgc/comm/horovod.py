@@ -4,7 +4,6 @@ import atexit
 import os
 import sys
 import time
-import warnings
 from collections.abc import Sequence
 from functools import wraps
 from pathlib import Path
@@ -29,6 +28,7 @@ from dgc.comm.requests import (
 from dgc.comm.staging import StagedTransport
 from dgc.comm.transport import GroupedTransport, Groups, Transport
 from dgc.launch import check_launcher, may_span_machines, started_by
+from dgc.warn import warn
 
 
 def prepare_environment() -> None:
@@ -153,11 +153,10 @@ class HorovodTransport(GroupedTransport):
             hvd.init(process_sets="dynamic" if needs_groups else None)
         check_launcher(os.environ, hvd.size())
         if hvd.size() > 2 and _uses_fusion:
-            warnings.warn(
+            warn(
                 "Horovod's fusion is on: with 3 or more ranks its sums depend on timing, so repeated runs differ. "
                 "For runs that repeat exactly, set HOROVOD_FUSION_THRESHOLD=0, or import dgc.comm.horovod before "
-                "hvd.init().",
-                stacklevel=2,
+                "hvd.init()."
             )
         self.rank, self.size = hvd.rank(), hvd.size()
         self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()

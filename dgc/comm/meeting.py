@@ -6,7 +6,6 @@ Exchange goes from rank to rank, each byte arrives by itself; over Horovod they 
 """
 
 import time
-import warnings
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from dgc.comm.requests import Exchange
 from dgc.comm.transport import Transport
+from dgc.warn import warn
 
 WARN = 10.0  # seconds
 LIMIT = 60.0  # seconds in which all ranks must call, if the transport was given no limit
@@ -65,7 +65,7 @@ def meet(transport: Transport, call: str, advice: str) -> None:
         if waited >= limit:
             raise RuntimeError(f"{message()}. {LONGER}")
         if waited >= WARN and not warned:
-            warnings.warn(message(), stacklevel=3)
+            warn(message())
             warned = True
         time.sleep(PAUSE)
     try:

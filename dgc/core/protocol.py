@@ -1,7 +1,6 @@
 """The interface between the optimizer and a compressor, the results of `Compressor.reduce`, and whether they are
 finite: whose gradient is not, in which tensor. It is found once per step, and told on every rank."""
 
-import warnings
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +19,7 @@ from dgc.core.envelope import open_numbers, seal_numbers
 from dgc.core.momentum import MomentumCorrection as MomentumCorrection
 from dgc.core.state import State, Tables
 from dgc.kernels.selection import first_tensor_nonfinite
+from dgc.warn import warn
 
 Vector = Float32[Tensor, "n"]
 Position = Int64[Tensor, ""]  # of the first non-finite element of a gradient, or n
@@ -224,10 +224,9 @@ def fraction_of(**ratio: float) -> float:
     if not 0 < value < inf:
         raise ValueError(f"{name} must be positive and finite, not {value}")
     if 1 < value < CLEARLY_A_FACTOR and value != 10:  # 10 percent are a tenth
-        warnings.warn(
+        warn(
             f"{name}={value:g} is read as the factor saved: a share of {1 / value:.4g} is sent. Give that share, "
-            f"{name}={1 / value:.4g}, if you mean it, and {name}={value / 100:g} for {value:g} percent",
-            stacklevel=4,
+            f"{name}={1 / value:.4g}, if you mean it, and {name}={value / 100:g} for {value:g} percent"
         )
     return min(value, 1 / value)
 

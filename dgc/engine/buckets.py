@@ -1,6 +1,5 @@
 """Assignment of gradients to buckets, each with its compressor and its parameters."""
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,6 +15,7 @@ from dgc.core.arguments import NUMBER, require
 from dgc.core.bucket import Bucket, Segment, as_real, lay_out, make_bucket
 from dgc.core.protocol import Compressor, SparseResult
 from dgc.engine.state import BucketStates
+from dgc.warn import warn
 
 MEGABYTE = 1024 * 1024
 
@@ -173,11 +173,10 @@ def warn_of_dense(planned: Sequence[PlannedBucket]) -> None:
     dense = [(plan.compressor, s) for plan in planned for s in plan.compressor.too_small(plan.bucket)]
     total, elements = sum(len(p.bucket.segments) for p in planned), sum(p.bucket.numel for p in planned)
     if 2 * sum(s.numel for _, s in dense) > elements:
-        warnings.warn(
+        warn(
             f"{dense[0][0].class_name} sends {len(dense)} of {total} tensors dense, such as {dense[0][1].name}: "
             "their rank is at most its own, as with LoRA's factors, so that it saves nothing. Use a smaller "
-            "rank, or a method that needs no matrices, such as 1-bit Adam",
-            stacklevel=5,
+            "rank, or a method that needs no matrices, such as 1-bit Adam"
         )
 
 

@@ -5,7 +5,6 @@ the compressors (`BucketStates.rollback`). The policy counts the step, says whet
 takes the gradients from an optimizer that would use them: in DDP and FSDP2, which do not step it themselves.
 """
 
-import warnings
 from collections.abc import Iterable
 from math import nan
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from dgc.core.bucket import local_part
+from dgc.warn import warn
 
 
 def check_nonfinite(nonfinite: Any, grad_scaler: Any = None) -> None:
@@ -75,7 +75,7 @@ class DropPolicy:
             text = f"{reason}: {self._effect}. Further dropped steps are only counted, in {self._counter}"
             if self._counter == "dropped_steps":
                 text += "; nonfinite='raise' raises an error instead"
-            warnings.warn(text, stacklevel=4)
+            warn(text)
         return False
 
     def withhold(self, parameters: Iterable[Tensor]) -> None:

@@ -19,7 +19,6 @@ Payload of a bucket in bytes: the payload of the compressor for this rank's shar
 bucket for round 1, this rank's share and 40 for the last round.
 """
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -60,6 +59,7 @@ from dgc.engine.buckets import PlannedBucket, keep_states, replace_compressors
 from dgc.engine.options import check_can_send
 from dgc.engine.state import ResidualPart
 from dgc.kernels.selection import first_tensor_nonfinite
+from dgc.warn import warn
 
 RUNNING = -1  # in place of a number of rounds
 
@@ -325,7 +325,7 @@ def choose_place(
         if mode == "on":
             raise
         if transport.rank == 0:
-            warnings.warn(f"{error}: hierarchical='auto' treats all ranks alike", stacklevel=3)
+            warn(f"{error}: hierarchical='auto' treats all ranks alike")
         return None
     is_useful = place.machines > 1 and place.local_size > 1
     return place if is_useful or mode == "on" else None

@@ -1,7 +1,6 @@
 """How a compressor and the optimizer of its means go together: exactly one of them applies momentum, and some
 methods were measured to lose quality with some optimizers."""
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 from weakref import ref
@@ -13,6 +12,7 @@ from dgc.comm.transport import Transport
 from dgc.core.protocol import Compressor, ExchangesMomentum, MomentumOwner, Use
 from dgc.engine.agreement import check_settings
 from dgc.engine.buckets import PlannedBucket, SparseUpdate, replace_compressors
+from dgc.warn import warn
 
 
 @runtime_checkable
@@ -68,7 +68,7 @@ def warn_of_unsuited(
         if p.dim() > 1 and (compressor := compressors.get(p)) is not None and use in compressor.unsuited
     }
     for kind, reason in sorted(found):
-        warnings.warn(f"{kind} {reason}: use TwoPhaseCompressor(bits=8)", stacklevel=5)
+        warn(f"{kind} {reason}: use TwoPhaseCompressor(bits=8)")
 
 
 class MomentumCheck:
@@ -147,9 +147,7 @@ def warn_of_momentum_twice(optimizer: Optimizer, compressors: Mapping[Tensor, Co
         found = {type(c).__name__ for p in group["params"] if (c := compressors.get(p)) and c.has_momentum}
         if found and group.get("momentum"):
             kind = type(optimizer).__name__
-            warnings.warn(
-                f"{min(found)} has momentum, and {kind} applies its own again: set momentum=0.0", stacklevel=5
-            )
+            warn(f"{min(found)} has momentum, and {kind} applies its own again: set momentum=0.0")
             return
 
 
@@ -207,10 +205,9 @@ def assign_momentum(optimizer: Optimizer, planned: Sequence[PlannedBucket]) -> N
     if isinstance(optimizer, SupportsCorrectedGradients):
         optimizer.skip_momentum_of(corrected)
     elif len(corrected) < sum(len(plan.parameters) for plan in planned):
-        warnings.warn(
+        warn(
             f"the memory applies momentum only to compressed parameters and {kind} has none: parameters that are "
-            "exchanged dense get no momentum; use dgc.optim.DGCSGD to apply it",
-            stacklevel=4,
+            "exchanged dense get no momentum; use dgc.optim.DGCSGD to apply it"
         )
 
 

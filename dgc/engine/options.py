@@ -2,7 +2,6 @@
 
 import gc
 import math
-import warnings
 from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping, Sequence
 from inspect import Parameter, signature
 from numbers import Real
@@ -22,6 +21,7 @@ from dgc.core.dense import CastCompressor, DenseCompressor
 from dgc.core.protocol import Compressor, StatelessCompressor
 from dgc.core.route import Route, Rule
 from dgc.engine.buckets import PlannedBucket
+from dgc.warn import warn
 
 # what schedulers and torch add to parameter groups
 OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr", "param_names"}
@@ -36,7 +36,7 @@ def check_arguments(passes: int, predivide: float, num_groups: int, groups: Any)
     if predivide != 1.0:
         raise ValueError("gradient_predivide_factor is not supported: leave it at 1.0")
     if num_groups or groups is not None:
-        warnings.warn("groups and num_groups have no effect here: use bucket_mb", stacklevel=3)
+        warn("groups and num_groups have no effect here: use bucket_mb")
 
 
 # wrappers of Lightning and of Accelerate, whose inner optimizer takes the steps

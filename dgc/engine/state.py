@@ -5,7 +5,6 @@ The residual of another rank has the same names and shapes. States therefore car
 `identity`: rank, step, and the settings that their meaning depends on. Every loader verifies it.
 """
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import sqrt
@@ -25,6 +24,7 @@ from dgc.core.bucket import Bucket, local_part
 from dgc.core.protocol import Compressor, MomentumOwner, Reduced, Result
 from dgc.core.state import State, Tables, check_count, check_mapping
 from dgc.engine.drops import DropPolicy
+from dgc.warn import warn
 
 
 def check_steps_per_epoch(steps: Any) -> None:
@@ -325,12 +325,11 @@ class BucketStates:
         self._is_told = True
         depends = self._epoch is None and self.compressor is not self._given
         if depends and all(state.rank == 0 for _, state in self._of.values()):
-            warnings.warn(
+            warn(
                 f"{self.compressor.class_name} depends on the epoch, as with warmup_epochs, but begin_epoch was "
                 f"not called before the first step: compress_ratio stays at {self.compress_ratio:.4g}. Before "
                 "each epoch call exchange.begin_epoch(epoch), of what compress returned, or "
-                "optimizer.begin_epoch(epoch), of DistributedOptimizer. Or pass steps_per_epoch to it",
-                stacklevel=3,
+                "optimizer.begin_epoch(epoch), of DistributedOptimizer. Or pass steps_per_epoch to it"
             )
 
     # --- what the states say ----------------------------------------------------------------------
@@ -485,11 +484,10 @@ class HasCompression:
         of_gradients = isinstance(optimizer, MomentumOwner) and not optimizer.exchanges_momentum
         if self._ranks.rank or of_gradients or not has_steps(optimizer) or not any(True for _ in self.errors()):
             return
-        warnings.warn(
+        warn(
             f"{type(optimizer).__name__} has taken steps, and the exchange none, so its residual is empty. If the "
             "run resumes, load the state of the exchange too: load_compression_state_dict(), see "
-            "docs/checkpoints.md. If compression begins here, nothing is lost",
-            stacklevel=2,
+            "docs/checkpoints.md. If compression begins here, nothing is lost"
         )
 
     def _check_idle(self, call: str) -> None:

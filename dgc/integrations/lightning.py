@@ -6,7 +6,6 @@ deleted: the callback adds the exchange's files to these two methods.
 """
 
 import os
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from dgc.core.protocol import Compressor
 from dgc.core.route import Route
 from dgc.ddp import DDPExchange, compress
 from dgc.integrations import rank_files
+from dgc.warn import warn
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -72,9 +72,7 @@ class CompressionCallback(Callback):
         wrapped = trainer.strategy.model
         model = getattr(wrapped, "_orig_mod", wrapped)  # of what torch.compile returns
         if trainer.world_size == 1 and not isinstance(model, DistributedDataParallel):
-            warnings.warn(
-                "there is one process: nothing is exchanged, so that nothing is compressed", stacklevel=2
-            )
+            warn("there is one process: nothing is exchanged, so that nothing is compressed")
             return
         if len(trainer.optimizers) != 1:
             raise ValueError(f"compression needs one optimizer, and the module has {len(trainer.optimizers)}")

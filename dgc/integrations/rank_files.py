@@ -1,7 +1,6 @@
 """The state of an exchange beside the checkpoint of a trainer: one file for each rank, whose residual differs."""
 
 import os
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,6 +14,7 @@ from dgc.comm.meeting import meet
 from dgc.comm.transport import Transport
 from dgc.ddp import DDPExchange
 from dgc.engine.state import HasCompression
+from dgc.warn import warn
 
 ON_EVERY_RANK = (
     "Save and load checkpoints on all ranks: the trainer itself writes its shared files on rank 0 alone"
@@ -81,10 +81,9 @@ def load(exchange: DDPExchange, file_of: Callable[[int], Path]) -> None:
     there = all_gather_object(transport, own.is_file(), "files_of_the_exchange")
     if not any(there):
         if transport.rank == 0:
-            warnings.warn(
+            warn(
                 f"{own} is not there, nor any other rank's file: compression begins with nothing unsent. This is "
-                "right if the checkpoint was saved without compression. Else what its ranks had not sent is lost",
-                stacklevel=3,
+                "right if the checkpoint was saved without compression. Else what its ranks had not sent is lost"
             )
         return
     if not all(there):

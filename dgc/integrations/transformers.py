@@ -6,7 +6,6 @@ neither the wrapped model nor the folder that training resumes from. `attach` th
 records the argument of `train`.
 """
 
-import warnings
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -18,6 +17,7 @@ from dgc.core.protocol import Compressor
 from dgc.core.route import Route
 from dgc.ddp import DDPExchange, compress
 from dgc.integrations import rank_files
+from dgc.warn import warn
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -121,7 +121,7 @@ class CompressionCallback(TrainerCallback):
                 "DistributedDataParallel: start one process for each GPU, with torchrun or accelerate launch, and "
                 "leave out fsdp and deepspeed"
             )
-        warnings.warn("there is one process: nothing is exchanged, so that nothing is compressed", stacklevel=3)
+        warn("there is one process: nothing is exchanged, so that nothing is compressed")
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any

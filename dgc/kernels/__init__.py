@@ -4,7 +4,6 @@ The device of the tensor selects the backend, unless DGC_KERNELS or `use` names 
 """
 
 import os
-import warnings
 from dataclasses import dataclass
 from functools import cache
 
@@ -38,6 +37,7 @@ from dgc.kernels.selection import TopKResult as TopKResult
 from dgc.kernels.selection import usable as usable
 from dgc.kernels.selection.native import NativeSelection
 from dgc.launch import started_by
+from dgc.warn import warn
 
 BACKENDS = ("auto", "reference", "native", "triton")
 _asked = os.environ.get("DGC_KERNELS", "auto")
@@ -108,7 +108,7 @@ def _backend(asked: str, device: torch.device) -> Backend:
         started = started_by(os.environ)
         # all ranks of a machine have the same files
         if started is None or os.environ.get(started.launcher.local_rank, "0") == "0":
-            warnings.warn(f"{missing}. Plain PyTorch is used instead, which is slower", stacklevel=3)
+            warn(f"{missing}. Plain PyTorch is used instead, which is slower")
     plain = SelectionKernels()
     return Backend(plain, Codec(), Quantizers(), LowRank(plain), Blocks(plain))
 

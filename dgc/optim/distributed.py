@@ -7,7 +7,6 @@ rank exchanges all buckets, in the same order. A parameter without a gradient co
 
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -48,6 +47,7 @@ from dgc.engine.options import (
 from dgc.engine.steps import check_taken
 from dgc.optim.broadcast import create_state
 from dgc.optim.wrapper import Wrapper
+from dgc.warn import warn
 
 OF_ANOTHER = (
     "If it was the backward pass of another optimizer's loss, as the loss of a GAN's generator reaches the "
@@ -338,10 +338,9 @@ class DistributedOptimizer(Wrapper, GradientExchange):
         sparse: list[SparseUpdate] = []
         if self._should_synchronize and self._averaged:
             if not self._averaged_for_scaler:
-                warnings.warn(
+                warn(
                     "optimizer.step() called without optimizer.skip_synchronize() context after "
-                    "optimizer.synchronize(): the gradients are not exchanged again",
-                    stacklevel=2,
+                    "optimizer.synchronize(): the gradients are not exchanged again"
                 )
         elif self._should_synchronize and self._takes_sparse:
             sparse = self._synchronize_sparse()

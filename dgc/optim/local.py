@@ -1,6 +1,5 @@
 """LocalOptimizer: each rank steps on its own gradients, and ranks exchange models (`dgc.gossip`, `dgc.local`)."""
 
-import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -44,6 +43,7 @@ from dgc.engine.steps import before_steps, check_not_running
 from dgc.gossip.model import FlatModel
 from dgc.gossip.protocol import Gossip, UsesOptimizer
 from dgc.optim.wrapper import Wrapper
+from dgc.warn import warn
 
 BUFFER = "momentum_buffer"  # what torch calls the momentum of SGD and Muon
 OF_ANOTHER_RANK = "a gradient on another rank of this machine has NaN or inf"  # and that rank has the reason
@@ -499,11 +499,10 @@ def warn_of_ddp(parameters: Container[Tensor]) -> None:
     for module in ddp_of(parameters):
         size = module.process_group.size()
         if size > 1:
-            warnings.warn(
+            warn(
                 f"the model is in DistributedDataParallel, which averages the gradients of {size} ranks in every "
                 "step: exchanging models in place of gradients then saves nothing. Train the module without it, "
-                "or in its no_sync()",
-                stacklevel=4,
+                "or in its no_sync()"
             )
 
 

@@ -5,7 +5,6 @@ tensors whose addresses stay. Momentum and ratio are constants: if they change, 
 """
 
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from dgc.core.bucket import Bucket
 from dgc.kernels.launch import holding_tables
+from dgc.warn import warn
 
 SWITCH = "DGC_CUDA_GRAPHS"
 WARM_UP = 3  # steps that run without a graph, in which kernels are compiled and tables are made
@@ -64,10 +64,9 @@ class StepGraph:
         if self._moves <= WARM_UP and before is not None and here != before:
             self._moves += 1
             if self._moves > WARM_UP:
-                warnings.warn(
+                warn(
                     f"{SWITCH}=1: the addresses of the gradients change in each step, so gradients are copied to "
-                    "where they can stay. zero_grad(set_to_none=False) avoids the copy",
-                    stacklevel=2,
+                    "where they can stay. zero_grad(set_to_none=False) avoids the copy"
                 )
         # reading `flat` copies them
         self._addresses = here if self._moves <= WARM_UP else addresses_of([bucket.flat])

@@ -12,7 +12,6 @@ Differences from the paper and the original code: The momentum of dense steps is
 linearity equals ordinary momentum. Rounding errors of the payload stay in v. Sums are taken in rank order.
 """
 
-import warnings
 from collections.abc import Sequence
 
 from dgc.core.arguments import FLAG, NOTHING, NUMBER, WHOLE, require
@@ -20,6 +19,7 @@ from dgc.sparse.compressor import SparseCompressor
 from dgc.sparse.memories import Memory
 from dgc.sparse.payloads import IndexFormat, ValueFormat
 from dgc.sparse.selectors import Exact, Sampled, Selector
+from dgc.warn import warn
 
 
 class DGCCompressor(SparseCompressor):
@@ -78,7 +78,7 @@ class DGCCompressor(SparseCompressor):
             ("indices", indices, int32_indices),
         ):
             if given is not None and keyword:
-                warnings.warn(f"{name}={given} is used; the original's keyword for it has no effect", stacklevel=2)
+                warn(f"{name}={given} is used; the original's keyword for it has no effect")
         if selector is None and sample_ratio is not None:
             bounds = (compress_upper_bound, compress_lower_bound)
             sampled = Sampled(sample_ratio, strided_sample, *bounds, max_adaptation_iters, resample)

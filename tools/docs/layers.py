@@ -55,7 +55,7 @@ BOXES: list[tuple[str, list[tuple[str, str, str | None]]]] = [
             ("comm", "requests, transports", None),
             ("kernels", "inner loops", None),
             ("launch, terminal", "rank, launcher", None),
-            ("units, versions", "rates; torch", None),
+            ("units, versions, warn", "rates; torch; warnings", None),
             ("dgc_models, dgc_datasets", "networks, data", None),
         ],
     ),
@@ -84,7 +84,7 @@ ROW, GAP = 27, 14
 
 
 def imports_of(package: str) -> set[str]:
-    """The packages of dgc that a package imports, without versions and units."""
+    """The packages of dgc that a package imports, without versions, units and warn."""
     place = ROOT / "dgc" / package
     files = sorted(place.rglob("*.py")) if place.is_dir() else [place.with_suffix(".py")]
     found = set()
@@ -93,7 +93,7 @@ def imports_of(package: str) -> set[str]:
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             found |= {name.split(".")[1] for name in names if name.startswith("dgc" + ".")}
-    return found - {package, "units", "versions"}
+    return found - {package, "units", "versions", "warn"}
 
 
 def draw() -> str:
