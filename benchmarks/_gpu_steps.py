@@ -385,7 +385,7 @@ def bytes_of_dgc(layout: Sequence[Sequence[Segment]], form: SparseFormat, ratio:
 
 
 TESTS = ROOT / "tests" / "kernels"
-LAWS = ("triton", "triton_codec", "triton_elements", "triton_lowrank")
+LAWS = ("triton", "triton_selection", "triton_codec", "triton_elements", "triton_lowrank")
 LEFT_OUT = {
     "test_every_kernel_compiles_for_gpus": "compiles for other GPUs than this one",
     "test_importing_dgc_does_not_import_triton": "says nothing of the device",

@@ -39,17 +39,27 @@ class Launcher:
 
 
 SECTOR = 32  # bytes that a GPU moves for an element that no neighbour in the same access shares
+MOST_READ = (
+    1 << 16
+)  # bytes that a program of a selection reads: a program that reads more lasts longer than others
 _TRAFFIC: dict[str, Callable[[Any], tuple[int, int]]] = {}
+_MOST: dict[str, Callable[[Any], int]] = {}
 K = TypeVar("K")
 
 
-def moves(reads: str, writes: str, more: Callable[[Any], tuple[int, int]] = lambda _: (0, 0)) -> Callable[[K], K]:
+def moves(
+    reads: str,
+    writes: str,
+    more: Callable[[Any], tuple[int, int]] = lambda _: (0, 0),
+    most: Callable[[Any], int] | None = None,
+) -> Callable[[K], K]:
     """Decorator that states which bytes a kernel moves. A few numbers per program and segment are left out.
 
     Args:
         reads: Names of arguments that are read once, as far as they are tensors.
         writes: Those that are written once. Atomic operations read and write.
         more: Given the arguments by name, and `programs`, returns the bytes that are read and written besides.
+        most: Given the same, returns the most bytes that one program reads.
     """
 
     def state(kernel: Any) -> Any:
@@ -62,6 +72,8 @@ def moves(reads: str, writes: str, more: Callable[[Any], tuple[int, int]] = lamb
             return read + further[0], written + further[1]
 
         _TRAFFIC[kernel.fn.__name__] = traffic
+        if most is not None:
+            _MOST[kernel.fn.__name__] = most
         return kernel
 
     return state
@@ -80,8 +92,21 @@ def bytes_moved(kernel: Any, programs: int, arguments: Sequence[object]) -> tupl
     Raises:
         KeyError: The kernel has no `moves`.
     """
+    return _TRAFFIC[kernel.fn.__name__](_named(kernel, programs, arguments))
+
+
+def most_read(kernel: Any, programs: int, arguments: Sequence[object]) -> int:
+    """Return the most bytes that one program of a launch reads, whatever the data.
+
+    Raises:
+        KeyError: The kernel's `moves` does not state it.
+    """
+    return _MOST[kernel.fn.__name__](_named(kernel, programs, arguments))
+
+
+def _named(kernel: Any, programs: int, arguments: Sequence[object]) -> SimpleNamespace:
     named = dict(zip(signature(kernel.fn).parameters, arguments, strict=True))
-    return _TRAFFIC[kernel.fn.__name__](SimpleNamespace(programs=programs, **named))
+    return SimpleNamespace(programs=programs, **named)
 
 
 def blocks(n: int) -> int:
@@ -145,6 +170,19 @@ def cut(bounds: Int64[Tensor, "bounds"], lengths: tuple[int, ...], tile: int) ->
     return Tiling(torch.stack([start, length, own_range, piece, start - starts[piece]]).int(), first)
 
 
+def divided(bounds: Int64[Tensor, "bounds"], n: int, part: int) -> Int32[Tensor, "2 parts"]:
+    """Divide the segments of n elements into parts of `part` elements, one or more for each segment.
+
+    Returns rows segment, number of the part in its segment. As in a `Tiling` the number of needed parts depends on
+    bounds on the device, and the last parts may be none of a segment's: their numbers are too large.
+    """
+    counts = ((bounds.diff() + part - 1) // part).clamp_(min=1)
+    ends = counts.cumsum(0)
+    t = torch.arange(n // part + counts.numel(), dtype=torch.int64, device=bounds.device)
+    segment = torch.searchsorted(ends, t, right=True).clamp_(max=counts.numel() - 1)
+    return torch.stack([segment, t - (ends - counts)[segment]]).int()
+
+
 def on_device(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return numbers of the host as a tensor. It is cached and must not be changed in place."""
     table, holder = _table(values, dtype, device, current_stream(device)), _holder.get()
@@ -173,6 +211,21 @@ def holding_tables() -> Iterator[list[Tensor]]:
 def _table(values: tuple[float, ...], dtype: torch.dtype, device: torch.device, stream: int) -> Tensor:
     # from pinned memory: other copies wait for the device
     return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
+_zeros: dict[tuple[torch.device, int], Tensor] = {}
+
+
+def zeros_on(device: torch.device, n: int) -> Int32[Tensor, "n"]:
+    """Return n zeros that all launches of the current stream share. Each launch must leave them as zeros."""
+    key = (device, current_stream(device))
+    zeros = _zeros.get(key)
+    if zeros is None or zeros.numel() < n:
+        zeros = _zeros[key] = torch.zeros(1 << (n - 1).bit_length(), dtype=torch.int32, device=device)
+    holder = _holder.get()
+    if holder is not None:
+        holder.append(zeros)
+    return zeros[:n]
 
 
 def pointers(

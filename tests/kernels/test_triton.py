@@ -28,7 +28,7 @@ from dgc.kernels.launch import as_rows, cut
 from dgc.kernels.selection import TOO_LARGE, PassInputs, SparseVector
 from dgc.kernels.selection.triton import TritonSelection
 
-TILE, SLOTS = 64, 8
+TILE, SLOTS, PART = 64, 8, 64
 random: Any = partial(comparison.random, device=DEVICE)
 budget_of: Any = partial(comparison.budget_of, device=DEVICE)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -36,7 +36,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @pytest.fixture
 def kernels() -> Any:
-    return TritonSelection(TILE, SLOTS)
+    return TritonSelection(TILE, SLOTS, PART)
 
 
 def tensor(*values: Any) -> Any:
@@ -367,9 +367,9 @@ def test_importing_dgc_does_not_import_triton() -> None:
 
 
 KERNELS = """
-accumulate count_digits pick_digits tally offsets write take hide_tails mark_heads sum_runs subtract_at decay
+accumulate choose tally write take hide_tails mark_heads sum_runs subtract_at decay
 moments_of_tiles moments_of_ranges tail_of_tiles tail_of_ranges sign_encode sign_add tern_encode tern_add
-uniform_encode uniform_add largest mean_of_fields pack choose largest_of write_plain seal open_headers check merge
+uniform_encode uniform_add largest mean_of_fields pack largest_of write_plain seal open_headers check merge
 measure encode mean_of_payloads measure_packed measure_rice place_rice write_coded unpack unpack_chunks refresh
 gather expand orthonormalize encode_blocks add_blocks decode_blocks
 """
@@ -390,7 +390,7 @@ def test_every_kernel_compiles_for_gpus(gpu: str, tmp_path: Path) -> None:
         # two programs of 256 threads per multiprocessor at least, also with 64 KiB of shared memory
         limit = 256 if gpu.startswith("hip") else 128  # AMD has twice as many
         # these keep a few scalars of their loops in local memory
-        looping = "check choose mean_of_payloads merge orthonormalize place_rice refresh write_coded".split()
+        looping = "check choose mean_of_payloads merge orthonormalize place_rice refresh tally write_coded".split()
         loops = 128 if name in looping else 0
         assert registers <= limit and shared <= 2**15 and spilled <= loops, (name, registers, shared, spilled)
     assert set(found) == set(KERNELS.split())

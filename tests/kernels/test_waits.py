@@ -2,6 +2,7 @@
 they state (`dgc.kernels.launch.moves`). Triton's interpreter shows both without a GPU.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -137,10 +138,10 @@ def counts(make: Any, shapes: Any, ranks: int, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("name", "ranks", "encoding", "decoding"),
     [
-        *(("DGC, fp16 and int32", ranks, (7, 0), (2, 0)) for ranks in (2, 5)),
-        ("top-k, bf16 and int32", 3, (7, 0), (2, 0)),
-        ("DGC, 2 bits and packed", 3, (8, 0), (3, 0)),
-        ("DGC, sign and Rice", 3, (9, 0), (3, 0)),
+        *(("DGC, fp16 and int32", ranks, (8, 0), (2, 0)) for ranks in (2, 5)),
+        ("top-k, bf16 and int32", 3, (8, 0), (2, 0)),
+        ("DGC, 2 bits and packed", 3, (9, 0), (3, 0)),
+        ("DGC, sign and Rice", 3, (10, 0), (3, 0)),
         # two until the payload, and one for the mean with all checks
         *((name, 3, (2, 0), (1, 0)) for name in ("scaled signs", "2 bits", "QSGD", "int8 blocks")),
         # the answer of a chunk is part of what follows the first payloads
@@ -241,9 +242,12 @@ def test_dgc_moves_what_it_states_and_not_much_more_than_the_pass_over_its_buffe
         with measured() as found:
             ours.step([torch.randn(52000, generator=torch.Generator().manual_seed(step))])
     names, moved, stated = zip(*((name, sum(moved), sum(stated)) for name, _, moved, stated in found), strict=True)
-    assert names == ("take", "accumulate", "choose", "tally", "offsets", "write", "write_plain")
+    assert names == ("take", "accumulate", *["choose"] * 3, "tally", "write", "write_plain")
     assert sum(moved) <= sum(stated) <= 1.2 * sum(moved), found
-    assert bytes_of_dgc(layout, form, 0.01) == dict(zip(names, stated, strict=True)), "without memory"
+    by_kernel = Counter[str]()
+    for name, nbytes in zip(names, stated, strict=True):
+        by_kernel[name] += nbytes
+    assert bytes_of_dgc(layout, form, 0.01) == by_kernel, "without memory"
     layout = plan_buckets(resnet50())
     numel = sum(segment.numel for segments in layout for segment in segments)
     assert DGC_BYTES < sum(bytes_of_dgc(layout, form).values()) / numel < 1.3 * DGC_BYTES

@@ -1,8 +1,8 @@
 """The GPU backend of the selection: Triton kernels with the same results and bits as `SelectionKernels`.
 
 Each operation takes a fixed number of launches per bucket, independent of the number of tensors: accumulate_ 1,
-assign_ 1, select 9, accumulate_and_select_ 5, or 10 without lower bounds, moments 2, tail 2, remove_sent_ 1,
-merge_mean 3, subtract_at_ 1 per dtype of the targets, decay_ 1, and 1 more for a pass that removes sent elements.
+assign_ 1, select 5, accumulate_and_select_ 6, moments 2, tail 2, remove_sent_ 1, merge_mean 3, subtract_at_ 1 per
+dtype of the targets, decay_ 1, and 1 more for a pass that removes sent elements.
 Torch adds a few of its own: 1 for the results of a selection, if its pass removes nothing; in merge_mean a stable
 sort and a cumulative sum. Nothing waits for the device.
 
@@ -35,9 +35,11 @@ from dgc.kernels.launch import (
     blocks,
     both,
     current_stream,
+    divided,
     moves,
     on_device,
     pointers,
+    zeros_on,
 )
 from dgc.kernels.selection import (
     Bounds,
@@ -154,7 +156,12 @@ def store_tile(u, v, start, length, m, x, TILE: tl.constexpr, FORM: tl.constexpr
     tl.store(v + start + lane, x, mask=is_valid)
 
 
-@moves("tiles u v", "u v held slot_values slot_lanes gathered", lambda a: (bytes_of_gradients(a), 0))
+@moves(
+    "tiles u v",
+    "u v held slot_values slot_lanes gathered",
+    lambda a: (bytes_of_gradients(a), 0),
+    lambda a: a.TILE * (a.G.primitive_bitwidth // 8 + 8),
+)
 @triton.jit(do_not_specialize=[*SIZES, "n"])
 @no_type_check
 def accumulate(
@@ -252,24 +259,36 @@ def accumulate(
 # --- the exact selection, by radix digits ----------------------------------------------------------
 #
 # The bits of |v| as an integer have the same order as |v|. The threshold of a segment is therefore the largest
-# 31-bit number that at least k magnitudes reach. It is found in three digits of 11, 10 and 10 bits:
+# 31-bit number that at least k magnitudes reach. It is found in three digits of 11, 10 and 10 bits, each the digit
+# that contains rank k among the magnitudes with the digits found so far. k is then reduced by the counts of higher
+# digits.
 #
-#     count_digits   per tile: histogram of the next digit of the magnitudes with the digits found so far
-#     pick_digits    per segment: the digit that contains rank k; k is reduced by the counts of higher digits
+# A segment is searched in parts of PART elements, one program for each. A segment of one part is read once, and
+# its program finds all digits. Of a larger segment each launch of `choose` finds one digit: its programs add their
+# counts in a histogram of the segment, and the last one to arrive picks the digit. If lower bounds are known and
+# enough candidates were gathered, the candidates are searched and not v. The grid has programs for both, and those
+# that are not needed return at once. This is decided on the device, so no launch waits for it.
 #
-# Then `tally` counts per tile the magnitudes greater than and equal to the threshold. `offsets` turns the counts
-# into positions in the output. `write` writes all greater elements, and as many of the first equal ones as needed.
-# Only integers are added atomically, so results do not depend on the order in which programs run.
+# Then `tally` counts per tile the magnitudes greater than and equal to the threshold, and turns the counts into
+# positions: the last program of each group of tiles sums the group, and the last group sums all groups. `write`
+# writes all greater elements, and as many of the first equal ones as needed. Only integers are added atomically,
+# so results do not depend on the order in which programs run.
 #
-# If lower bounds are known, `choose` finds all digits in one launch: one program per segment, over the candidates
-# that `accumulate` has gathered. If they are too few or too many, it reads the whole segment. A segment is stocked
-# if it has enough candidates, at least k or all non-zero elements, and no tile had more than its slots. `tally`
-# and `write` then read its slots instead of v. This is decided on the device, so no launch waits for it.
+# A segment is stocked if it has enough candidates, at least k or all non-zero elements, and no tile had more than
+# its slots. `tally` and `write` then read its slots instead of v.
 
 BINS = tl.constexpr(2048)
-# Special values in place of a threshold's digits. ALL: fewer than k elements are non-zero. NONE: k is 0.
-ALL = tl.constexpr(-1)
-NONE = tl.constexpr(-2)
+
+
+@triton.jit
+@no_type_check
+def arrive(counter):
+    """Return the number of programs that have arrived before this one, whose writes they and all others then see.
+
+    The barrier is for the writes of this program's other threads.
+    """
+    tl.debug_barrier()
+    return tl.atomic_add(counter, 1)
 
 
 @triton.jit
@@ -282,86 +301,52 @@ def stocked(s, ks, counts, n_segments):
 
 @triton.jit
 @no_type_check
-def add_digits(source, length, histogram, prefix, SHIFT: tl.constexpr, BITS: tl.constexpr, LANES: tl.constexpr):
-    _, _, bits = read(source, length, LANES)
+def histogram_of(bits, prefix, SHIFT: tl.constexpr, BITS: tl.constexpr):
+    """Count the next digit of the non-zero magnitudes that begin with `prefix`."""
     counted = (bits > 0) & ((bits >> SHIFT >> BITS) == prefix)
-    if tl.max(counted.to(tl.int32), 0) > 0:
-        # count in shared memory first: most gradients share a few digits, and atomics on one address are slow
-        inside = tl.histogram((bits >> SHIFT) & ((1 << BITS) - 1), 1 << BITS, mask=counted)
-        tl.atomic_add(histogram + tl.arange(0, 1 << BITS), inside, mask=inside > 0, sem="relaxed")
-
-
-@moves("tiles v", "", lambda a: both(4 * a.programs * min(a.TILE, 1 << a.BITS)))
-@triton.jit(do_not_specialize=SIZES)
-@no_type_check
-def count_digits(
-    tiles, n_tiles, v, histograms, prefixes, TILE: tl.constexpr, SHIFT: tl.constexpr, BITS: tl.constexpr
-):
-    t, start, length, s = tile_at(tiles, n_tiles)
-    prefix = 0
-    if SHIFT < 20:
-        prefix = tl.load(prefixes + s)
-    histogram = histograms + s.to(tl.int64) * BINS
-    if length > 0:
-        add_digits(v + start, length, histogram, prefix, SHIFT, BITS, TILE)
-
-
-@moves("histograms", "histograms")
-@triton.jit(do_not_specialize=["n_segments"])
-@no_type_check
-def pick_digits(
-    histograms, ks, n_segments, prefixes, wanted, chosen, thresholds, SHIFT: tl.constexpr, BITS: tl.constexpr
-):
-    """One program per segment. It clears the histogram for the next digit."""
-    s = tl.program_id(0)
-    digit = tl.arange(0, 1 << BITS)
-    row = histograms + s.to(tl.int64) * BINS + digit
-    count = tl.load(row)
-    tl.store(row, tl.zeros_like(count))
-    higher = tl.cumsum(count, 0, reverse=True) - count
-    if SHIFT == 20:
-        k = tl.load(ks + s)
-        nonzero = tl.sum(count, 0).to(tl.int64)
-        tl.store(chosen + s, tl.minimum(k, nonzero).to(tl.int32))
-        before = tl.where(k == 0, NONE, tl.where(nonzero < k, ALL, 0))
-    else:
-        k = tl.load(wanted + s).to(tl.int64)
-        before = tl.load(prefixes + s)
-    holds = (higher < k) & (higher + count >= k)
-    found = tl.sum(tl.where(holds, digit, 0), 0)
-    remaining = tl.where(before < 0, 0, k.to(tl.int32) - tl.sum(tl.where(holds, higher, 0), 0))
-    prefix = tl.where(before < 0, before, (before << BITS) | found)
-    tl.store(wanted + s, remaining)
-    if SHIFT > 0:
-        tl.store(prefixes + s, prefix)
-    else:
-        # limits for comparison: no magnitude exceeds NONE's, every non-zero magnitude exceeds ALL's
-        tl.store(prefixes + s, tl.where(prefix == NONE, MAGNITUDE, tl.maximum(prefix, 0)))
-        tl.store(thresholds + s, tl.maximum(prefix, 0).to(tl.float32, bitcast=True))
+    return tl.histogram((bits >> SHIFT) & ((1 << BITS) - 1), 1 << BITS, mask=counted)
 
 
 @triton.jit
 @no_type_check
-def find_digit(source, length, prefix, k, SHIFT: tl.constexpr, BITS: tl.constexpr, LANES: tl.constexpr):
-    """Return (the digit with rank k, k less the counts of higher digits, the number of members, the largest)."""
-    count = tl.zeros([1 << BITS], dtype=tl.int32)
-    largest = tl.zeros([], dtype=tl.int32)
-    for i in range(0, length, LANES):
-        _, _, bits = read(source + i, length - i, LANES)
-        counted = (bits > 0) & ((bits >> SHIFT >> BITS) == prefix)
-        count += tl.histogram((bits >> SHIFT) & ((1 << BITS) - 1), 1 << BITS, mask=counted)
-        largest = tl.maximum(largest, tl.max(bits, 0))
+def pick(count, k, BITS: tl.constexpr):
+    """Return (the digit with rank k, k less the counts of higher digits, the number of members)."""
     digit = tl.arange(0, 1 << BITS)
     higher = tl.cumsum(count, 0, reverse=True) - count
     holds = (higher < k) & (higher + count >= k)
     found = tl.sum(tl.where(holds, digit, 0), 0)
-    return found, k - tl.sum(tl.where(holds, higher, 0), 0), tl.sum(count, 0), largest
+    return found, k - tl.sum(tl.where(holds, higher, 0), 0), tl.sum(count, 0)
 
 
-@moves("gathered gathered gathered", "")
-@triton.jit(do_not_specialize=["n_segments"])
+@triton.jit
+@no_type_check
+def settle(s, k, some, threshold, rank, limits, wanted, thresholds):
+    """Store limits for comparison: no magnitude exceeds that of k = 0, every non-zero one exceeds that of few."""
+    threshold = tl.where(some, threshold, 0)
+    tl.store(limits + s, tl.where(k == 0, MAGNITUDE, threshold))
+    tl.store(wanted + s, tl.where(some, rank, 0))
+    tl.store(thresholds + s, threshold.to(tl.float32, bitcast=True))
+
+
+def read_by_choose(a: Any) -> int:
+    """Return the most bytes that a program of `choose` reads: its part, and the last one the histogram."""
+    return 4 * a.PART + (4 << a.BITS)
+
+
+def bytes_of_choose(a: Any) -> tuple[int, int]:
+    searched = a.gathered if a.CANDIDATES else a.v
+    parts = searched.numel() // a.PART  # at most twice as many belong to segments of more than one
+    histograms = 3 * parts * (4 << a.BITS)
+    return (searched.nbytes if parts or a.SHIFT == 20 else 0) + histograms, histograms
+
+
+@moves("parts", "", bytes_of_choose, read_by_choose)
+@triton.jit(do_not_specialize=["n_parts", "n_rooms", "n_segments", "n_rows"])
 @no_type_check
 def choose(
+    parts,
+    n_parts,
+    n_rooms,
     v,
     bounds,
     ks,
@@ -370,41 +355,92 @@ def choose(
     n_segments,
     rooms,
     gathered,
+    histograms,
+    n_rows,
+    prefixes,
     missed,
     limits,
     wanted,
-    chosen,
     thresholds,
     largest,
-    LANES: tl.constexpr,
+    PART: tl.constexpr,
+    SHIFT: tl.constexpr,
+    BITS: tl.constexpr,
+    CANDIDATES: tl.constexpr,
 ):
-    """One program per segment: the digits one after the other. largest: bits of the largest of all selections."""
-    s = tl.program_id(0)
+    """Find the digit at SHIFT, and at the first one all of them where a segment is one part.
+
+    parts: rows segment, number of the part in it; `n_rooms` of candidates, then those of v. histograms: zeros,
+    which they are again afterwards, and the counters of programs by segment. largest: bits of the largest of all
+    selections.
+    """
+    p = tl.program_id(0)
+    s = tl.load(parts + p)
+    part = tl.load(parts + n_parts + p)
     k = tl.load(ks + s)
-    found = tl.load(fill + s)
-    room = tl.load(rooms + s)
-    fits = found <= tl.load(rooms + s + 1) - room
-    enough = fits & ((found >= k) | (found == tl.load(counts + n_segments + s)))
-    if not (fits & stocked(s, ks, counts, n_segments)):
-        tl.atomic_add(missed, 1, sem="relaxed")
     begin = tl.load(bounds + s)
+    place = s
+    if n_segments > n_rows:
+        place = (begin // PART).to(tl.int32)  # only one segment of more than a part begins in each part of v
+    row = histograms + place.to(tl.int64) * BINS
+    arrived = histograms + n_rows.to(tl.int64) * BINS + s
     source = v + begin
     length = (tl.load(bounds + s + 1) - begin).to(tl.int32)
-    if enough:
-        source = gathered + room
-        length = found
+    is_mine = p >= n_rooms
+    if CANDIDATES:
+        found = tl.load(fill + s)
+        room = tl.load(rooms + s)
+        fits = found <= tl.load(rooms + s + 1) - room
+        enough = fits & ((found >= k) | (found == tl.load(counts + n_segments + s)))
+        is_mine = enough == (p < n_rooms)
+        if SHIFT == 20:
+            if (p < n_rooms) & (part == 0):
+                if not (fits & stocked(s, ks, counts, n_segments)):
+                    tl.atomic_add(missed, 1, sem="relaxed")
+        if enough:
+            source = gathered + room
+            length = found
+    length = tl.where(k == 0, 0, length)
+    n_active = tl.maximum(length // PART + (length % PART > 0).to(tl.int32), 1)
     rank = k.to(tl.int32)
-    high, rank, members, most = find_digit(source, length, 0, rank, 20, 11, LANES)
-    middle, rank, _, _ = find_digit(source, length, high, rank, 10, 10, LANES)
-    low, rank, _, _ = find_digit(source, length, (high << 10) | middle, rank, 0, 10, LANES)
-    some = (k > 0) & (members >= k)  # else none is wanted, or all non-zero elements are
-    threshold = tl.where(some, (((high << 10) | middle) << 10) | low, 0)
-    tl.store(limits + s, tl.where(k == 0, MAGNITUDE, threshold))
-    tl.store(wanted + s, tl.where(some, rank, 0))
-    tl.store(chosen + s, tl.minimum(k, members.to(tl.int64)).to(tl.int32))
-    tl.store(thresholds + s, threshold.to(tl.float32, bitcast=True))
-    if k > 0:
-        tl.atomic_max(largest, most, sem="relaxed")
+    prefix = tl.zeros([], dtype=tl.int32)
+    is_active = is_mine & (part < n_active) & ((SHIFT == 20) | (n_active > 1))
+    if SHIFT < 20:
+        if is_active:
+            prefix = tl.load(prefixes + s)
+            rank = tl.load(wanted + s)
+            is_active = prefix >= 0  # else all of its non-zero elements are chosen
+    if is_active:
+        offset = part.to(tl.int64) * PART
+        lane, x, bits = read(source + offset, length - offset.to(tl.int32), PART)
+        if SHIFT == 20:
+            tl.atomic_max(largest, tl.max(bits, 0), sem="relaxed")
+        count = histogram_of(bits, prefix, SHIFT, BITS)
+        if n_active == 1:
+            high, rank, members = pick(count, rank, BITS)
+            middle, rank, inner = pick(histogram_of(bits, high, 10, 10), rank, 10)
+            upper = (high << 10) | middle
+            low, rank, inner = pick(histogram_of(bits, upper, 0, 10), rank, 10)
+            some = (k > 0) & (members >= k)
+            settle(s, k, some, (upper << 10) | low, rank, limits, wanted, thresholds)
+        else:
+            digit = tl.arange(0, 1 << BITS)
+            # the counts of a part first: most magnitudes share a few digits, and atomics on one address are slow
+            tl.atomic_add(row + digit, count, mask=count > 0, sem="relaxed")
+            if arrive(arrived) == n_active - 1:
+                tl.store(arrived, 0)
+                # not from this multiprocessor's cache, which other programs do not write
+                count = tl.load(row + digit, cache_modifier=".cg")
+                tl.store(row + digit, tl.zeros_like(count))
+                found, rank, members = pick(count, rank, BITS)
+                prefix = (prefix << BITS) | found
+                if SHIFT == 20:
+                    some = members >= k  # else all that are not zero are chosen
+                    tl.store(prefixes + s, tl.where(some, prefix, -1))
+                    settle(s, k, some, prefix, rank, limits, wanted, thresholds)
+                else:
+                    tl.store(prefixes + s, prefix)
+                    settle(s, k, True, prefix, rank, limits, wanted, thresholds)
 
 
 @triton.jit
@@ -415,12 +451,23 @@ def tally_tile(source, length, limit, LANES: tl.constexpr):
     return (greater << 32) + tl.sum(((bits == limit) & (bits > 0)).to(tl.int64), 0)
 
 
-@moves("tiles held slot_values", "tallies", lambda a: (0 if a.LOWER_BOUNDS else a.v.nbytes, 0))
-@triton.jit(do_not_specialize=SIZES)
+def read_by_tally(a: Any) -> int:
+    """Return the most bytes that a program of `tally` reads: its tile, its group, and the sums of the groups."""
+    return 4 * max(a.TILE, a.SLOTS) + 8 * (min(a.GROUP, a.n_tiles) + a.n_groups)
+
+
+@moves(
+    "tiles held slot_values tallies groups",
+    "tallies tallies groups",
+    lambda a: (0 if a.LOWER_BOUNDS else a.v.nbytes, 0),
+    read_by_tally,
+)
+@triton.jit(do_not_specialize=[*SIZES, "n_groups", "n"])
 @no_type_check
 def tally(
     tiles,
     n_tiles,
+    first_tiles,
     v,
     ks,
     counts,
@@ -428,12 +475,26 @@ def tally(
     held,
     slot_values,
     limits,
+    wanted,
     tallies,
+    groups,
+    n_groups,
+    arrived,
+    count,
+    first,
+    n,
     TILE: tl.constexpr,
     SLOTS: tl.constexpr,
+    GROUP: tl.constexpr,
     LOWER_BOUNDS: tl.constexpr,
 ):
-    """tallies[t]: number of magnitudes above the threshold in the high 32 bits, equal ones in the low 32 bits."""
+    """Count in each tile, and sum the counts: tallies[t] + groups[t // GROUP] is the sum before tile t.
+
+    The high 32 bits count magnitudes above the threshold and, in a segment's first tile, the equal ones that are
+    chosen in the segment. The low 32 bits count equal ones. groups has one entry more, the sum of all.
+
+    It also makes the position of the first unusable element from its distance to the end.
+    """
     t, start, length, s = tile_at(tiles, n_tiles)
     limit = tl.load(limits + s)
     found = tl.zeros([], dtype=tl.int64)
@@ -443,31 +504,29 @@ def tally(
             found = tally_tile(slot_values + t.to(tl.int64) * SLOTS, tl.load(held + t), limit, SLOTS)
     if length > 0:
         found = tally_tile(v + start, length, limit, TILE)
+    if t == tl.load(first_tiles + s):
+        found += tl.load(wanted + s).to(tl.int64) << 32
     tl.store(tallies + t, found)
-
-
-@moves("tallies chosen", "tallies chosen")
-@triton.jit(do_not_specialize=[*SIZES, "n"])
-@no_type_check
-def offsets(tallies, n_tiles, chosen, n_segments, count, first, n, BLOCK: tl.constexpr):
-    """One program: exclusive sums, in place, over tiles and over segments. tallies has n_tiles + 1 entries.
-
-    It also makes the position of the first unusable element from its distance to the end.
-    """
-    tl.store(first, n - tl.load(first))
-    lane = tl.arange(0, BLOCK)
-    before = tl.zeros([], dtype=tl.int64)
-    for i in range(0, n_tiles, BLOCK):
-        own = tl.load(tallies + i + lane, mask=lane < n_tiles - i, other=0)
-        tl.store(tallies + i + lane, before + tl.cumsum(own, 0) - own, mask=lane < n_tiles - i)
-        before += tl.sum(own, 0)
-    tl.store(tallies + n_tiles, before)
-    total = tl.zeros([], dtype=tl.int32)
-    for i in range(0, n_segments, BLOCK):
-        ours = tl.load(chosen + i + lane, mask=lane < n_segments - i, other=0)
-        tl.store(chosen + i + lane, total + tl.cumsum(ours, 0) - ours, mask=lane < n_segments - i)
-        total += tl.sum(ours, 0)
-    tl.store(count, total)
+    group = t // GROUP
+    begin = group * GROUP
+    members = tl.minimum(n_tiles - begin, GROUP)
+    if arrive(arrived + group) == members - 1:
+        tl.store(arrived + group, 0)
+        lane = tl.arange(0, GROUP)
+        row = tallies + begin + lane
+        own = tl.load(row, mask=lane < members, other=0, cache_modifier=".cg")
+        tl.store(row, tl.cumsum(own, 0) - own, mask=lane < members)
+        tl.store(groups + group, tl.sum(own, 0))
+        if arrive(arrived + n_groups) == n_groups - 1:
+            tl.store(arrived + n_groups, 0)
+            tl.store(first, n - tl.load(first))
+            before = tl.zeros([], dtype=tl.int64)
+            for i in range(0, n_groups, GROUP):
+                own = tl.load(groups + i + lane, mask=lane < n_groups - i, other=0, cache_modifier=".cg")
+                tl.store(groups + i + lane, before + tl.cumsum(own, 0) - own, mask=lane < n_groups - i)
+                before += tl.sum(own, 0)
+            tl.store(groups + n_groups, before)
+            tl.store(count, (before >> 32).to(tl.int32))
 
 
 @triton.jit
@@ -489,8 +548,9 @@ def write_tile(
     "tiles tallies tallies held slot_values slot_lanes",
     "indices values",
     lambda a: (0 if a.LOWER_BOUNDS else a.v.nbytes, 2 * SECTOR * a.programs),
+    lambda a: max(4 * a.TILE, 8 * a.SLOTS),
 )
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=[*SIZES, "n_groups"])
 @no_type_check
 def write(
     tiles,
@@ -506,23 +566,29 @@ def write(
     limits,
     wanted,
     tallies,
-    places,
+    groups,
+    n_groups,
     indices,
     values,
     TILE: tl.constexpr,
     SLOTS: tl.constexpr,
+    GROUP: tl.constexpr,
     LOWER_BOUNDS: tl.constexpr,
 ):
     t = tl.program_id(0)
-    before = tl.load(tallies + t)
-    if tl.load(tallies + t + 1) > before:
+    before = tl.load(tallies + t) + tl.load(groups + t // GROUP)
+    after = tl.load(groups + tl.where(t + 1 < n_tiles, (t + 1) // GROUP, n_groups))
+    after += tl.load(tallies + t + 1, mask=t + 1 < n_tiles, other=0)
+    if after > before:
         _, start, length, s = tile_at(tiles, n_tiles)
         limit = tl.load(limits + s)
-        # within the segment; low halves never carry into high ones: a bucket has fewer than 2**31 elements
-        before -= tl.load(tallies + tl.load(first_tiles + s))
-        equal = (before & 0xFFFFFFFF).to(tl.int32)
         room = tl.load(wanted + s)
-        place = tl.load(places + s) + (before >> 32).to(tl.int32) + tl.minimum(equal, room)
+        first = tl.load(first_tiles + s).to(tl.int32)
+        place = (before >> 32).to(tl.int32) - tl.where(t > first, room, 0)
+        # within the segment; low halves never carry into high ones: a bucket has fewer than 2**31 elements
+        before -= tl.load(tallies + first) + tl.load(groups + first // GROUP)
+        equal = (before & 0xFFFFFFFF).to(tl.int32)
+        place += tl.minimum(equal, room)
         room -= equal
         if LOWER_BOUNDS:
             if stocked(s, ks, counts, n_segments):
@@ -665,6 +731,7 @@ def rounded(x, P: tl.constexpr):
     "indices values",
     "words",
     lambda a: (SECTOR * a.indices.numel(), SECTOR * a.indices.numel() * (1 + a.MASK_U)),
+    lambda a: (8 + SECTOR) * a.BLOCK,
 )
 @triton.jit(do_not_specialize=["n_words", "n_programs"])
 @no_type_check
@@ -792,12 +859,28 @@ def decay(
 
 # (shift, bits) of each digit, the most significant first
 DIGITS = ((20, 11), (10, 10), (0, 10))
-TALLIES = 4096  # that `offsets` sums at a time
+GROUP = 1024  # tiles whose counts one program sums
 # If more than one in this many elements is selected, candidates cost more traffic than they save.
 SPARSE = 8
 
 
 ROOM = 256  # candidates of a segment that are gathered, besides four times those that it selects
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """What the programs of `choose` search: parts of the candidates of each segment, and then of its elements.
+
+    Attributes:
+        table: The argument `parts` of the kernel.
+        of_candidates: Number of parts of candidates.
+        rooms: Where the gathered candidates of each segment begin, and where the last ones end. None: without
+            candidates.
+    """
+
+    table: Int32[Tensor, "2 parts"]
+    of_candidates: int = 0
+    rooms: Int64[Tensor, "bounds"] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -809,7 +892,7 @@ class Candidates:
     held: Int32[Tensor, "tiles"]
     values: Float32[Tensor, "slots"]
     lanes: Int32[Tensor, "slots"]
-    rooms: Int64[Tensor, "bounds"]
+    parts: Parts
     gathered: Float32[Tensor, "room"]
 
 
@@ -843,6 +926,7 @@ class TritonSelection(SelectionKernels):
     Args:
         tile: Elements per program in passes over a bucket, a power of two.
         slots: Least number of candidates that a tile can hold, a power of two.
+        part: Elements per program in the search for thresholds, a power of two.
 
     Raises:
         ValueError: There is no GPU, and Triton's interpreter is off.
@@ -850,13 +934,13 @@ class TritonSelection(SelectionKernels):
 
     name = "triton"
 
-    def __init__(self, tile: int = 2048, slots: int = 256):
+    def __init__(self, tile: int = 2048, slots: int = 256, part: int = 8192):
         if not (INTERPRETED or torch.cuda.is_available()):
             raise ValueError("the triton kernels need a GPU, or TRITON_INTERPRET=1 set before Triton is imported")
-        self.tile, self.slots = tile, slots
+        self.tile, self.slots, self.part = tile, slots, part
         self._launch = Launcher(INTERPRETED)
         self._tilings = Tilings(tile)
-        self._rooms = WeakTensorKeyDictionary()
+        self._parts = WeakTensorKeyDictionary()
 
     def __str__(self) -> str:
         return f"{self.name} (interpreted)" if INTERPRETED else self.name
@@ -997,7 +1081,7 @@ class TritonSelection(SelectionKernels):
             return
         known, own = candidates.expected, candidates
         bounds = (known.last, known.before, known.margin, results.counts, results.fill, tiling.first.numel())
-        kept = (own.rooms, own.gathered, own.held, own.values, own.lanes)
+        kept = (own.parts.rooms, own.gathered, own.held, own.values, own.lanes)
         self._launch(
             accumulate, inputs.v, tiling.count, *work, *bounds, *kept, self.tile, own.slots, *variant, True
         )
@@ -1016,57 +1100,69 @@ class TritonSelection(SelectionKernels):
         slots = min(max(expected, least), max(self.tile // 4, least))
         held = torch.empty(tiling.count, dtype=torch.int32, device=device)
         values = torch.empty(tiling.count * slots, dtype=torch.float32, device=device)
-        gathered = torch.empty(4 * budget.capacity + ROOM * budget.ks.numel(), dtype=torch.float32, device=device)
+        gathered = torch.empty(room_of(budget), dtype=torch.float32, device=device)
         return Candidates(
             known,
             slots,
             held,
             values,
             torch.empty_like(values, dtype=torch.int32),
-            self._rooms_of(budget),
+            self._parts_of(budget, n, True),
             gathered,
         )
 
-    def _rooms_of(self, budget: Budget) -> Int64[Tensor, "bounds"]:
-        """Where the gathered candidates of each segment begin, and where the last ones end. It is kept."""
-        kept: dict[int, Tensor] = self._rooms.setdefault(budget.ks, {})
-        stream = current_stream(budget.ks.device)
-        if stream not in kept:
-            ends = (4 * budget.ks + ROOM).cumsum(0)
-            kept[stream] = torch.cat([ends.new_zeros(1), ends])
-        return kept[stream]
+    def _parts_of(self, budget: Budget, n: int, with_candidates: bool) -> Parts:
+        """The parts of a budget's segments, of n elements. They are kept, for budgets with equal bounds as one."""
+        key = budget.ks if with_candidates else budget.bounds
+        kept: dict[tuple[int, bool], Parts] = self._parts.setdefault(key, {})
+        place = (current_stream(key.device), with_candidates)
+        if place not in kept:
+            table = divided(budget.bounds, n, self.part)
+            kept[place] = Parts(table)
+            if with_candidates:
+                ends = (4 * budget.ks + ROOM).cumsum(0)
+                rooms = torch.cat([ends.new_zeros(1), ends])
+                first = divided(rooms, room_of(budget), self.part)
+                kept[place] = Parts(torch.cat([first, table], 1), first.shape[1], rooms)
+        return kept[place]
 
     def _choose(
         self, v: Dense, tiling: Tiling, budget: Budget, candidates: Candidates | None, results: Results
     ) -> TopKResult:
-        """Select from v: in four launches if there are candidates, else in nine."""
-        device, segments, launch = v.device, budget.ks.numel(), self._launch
-        prefixes, wanted, chosen = torch.empty(3, segments, dtype=torch.int32, device=device)
+        """Select from v in five launches."""
+        device, segments, n, launch = v.device, budget.ks.numel(), v.numel(), self._launch
+        prefixes, wanted, limits = torch.empty(3, segments, dtype=torch.int32, device=device)
         thresholds = torch.empty(segments, dtype=torch.float32, device=device)
-        tallies = torch.empty(tiling.count + 1, dtype=torch.int64, device=device)
-        found = (prefixes, wanted, chosen, thresholds)
-        held, values, lanes, slots = None, None, None, 1
+        n_groups = -(-tiling.count // GROUP)
+        sums = torch.empty(tiling.count + n_groups + 1, dtype=torch.int64, device=device)
+        tallies, groups = sums[: tiling.count], sums[tiling.count :]
+        held, values, lanes, gathered, slots = None, None, None, None, 1
         if candidates is not None:
             held, values, lanes, slots = candidates.held, candidates.values, candidates.lanes, candidates.slots
-            state = (results.counts, results.fill, segments, candidates.rooms, candidates.gathered, results.missed)
-            launch(choose, v, segments, v, budget.bounds, budget.ks, *state, *found, results.largest, BLOCK)
-        else:
-            histograms = torch.zeros(segments * BINS.value, dtype=torch.int32, device=device)
-            for shift, bits in DIGITS:
-                counted = (tiling.table, tiling.count, v, histograms, prefixes)
-                launch(count_digits, v, tiling.count, *counted, self.tile, shift, bits)
-                launch(pick_digits, v, segments, histograms, budget.ks, segments, *found, shift, bits)
-        where = (tiling.table, tiling.count)
-        stock = (budget.ks, results.counts, segments, held, values)
-        sizes = (self.tile, slots, candidates is not None)
-        launch(tally, v, tiling.count, *where, v, *stock, prefixes, tallies, *sizes)
-        ends = (results.count, results.first, v.numel(), TALLIES)
-        launch(offsets, v, 1, tallies, tiling.count, chosen, segments, *ends)
-        chosen_at = (lanes, prefixes, wanted, tallies, chosen, results.indices, results.values)
-        launch(write, v, tiling.count, *where, tiling.first, v, *stock, *chosen_at, *sizes)
-        largest = None if candidates is None else results.largest
-        elements = SparseVector(results.indices, results.values, results.count, largest)
+            gathered = candidates.gathered
+        parts = self._parts_of(budget, n, False) if candidates is None else candidates.parts
+        n_rows = min(segments, n // self.part + 1)
+        zeros = zeros_on(device, n_rows * BINS.value + segments + n_groups + 1)
+        n_parts = parts.table.shape[1]
+        where = (parts.table, n_parts, parts.of_candidates, v, budget.bounds, budget.ks, results.counts)
+        stock = (results.fill, segments, parts.rooms, gathered, zeros, n_rows, prefixes, results.missed)
+        found = (limits, wanted, thresholds, results.largest, self.part)
+        for shift, bits in DIGITS:
+            launch(choose, v, n_parts, *where, *stock, *found, shift, bits, candidates is not None)
+        work = (tiling.table, tiling.count, tiling.first, v, budget.ks, results.counts, segments, held, values)
+        sizes = (self.tile, slots, GROUP, candidates is not None)
+        summed = (limits, wanted, tallies, groups, n_groups)
+        ends = (zeros[n_rows * BINS.value + segments :], results.count, results.first, n)
+        launch(tally, v, tiling.count, *work, *summed, *ends, *sizes)
+        chosen_at = (results.indices, results.values)
+        launch(write, v, tiling.count, *work, lanes, *summed, *chosen_at, *sizes)
+        elements = SparseVector(results.indices, results.values, results.count, results.largest)
         return TopKResult(elements, thresholds, results.first, results.missed)
+
+
+def room_of(budget: Budget) -> int:
+    """Return the number of candidates that are gathered at most."""
+    return 4 * budget.capacity + ROOM * budget.ks.numel()
 
 
 def _lengths(inputs: PassInputs) -> tuple[int, ...]:

@@ -1,0 +1,215 @@
+"""Triton's selection where candidates fit, overflow or are too few, and what its programs read at most."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from kernels import comparison
+from kernels.comparison import REFERENCE, Pass, assert_same_choice
+from kernels.interpreter import DEVICE, INTERPRETED
+from kernels.interpreter import interpreter as interpreter
+
+from dgc.kernels.launch import MOST_READ, Launcher, most_read, zeros_on
+from dgc.kernels.selection import Budget, PassInputs, SelectionKernels
+from dgc.kernels.selection.triton import TritonSelection
+
+
+def shuffled(*bounds: int) -> Any:
+    """A grid has one bound, a loop in a kernel three."""
+    return Random(bounds[0]).sample(range(*bounds), len(range(*bounds))) if len(bounds) == 1 else range(*bounds)
+
+
+def backwards(*bounds: int) -> Any:
+    return range(*bounds)[::-1] if len(bounds) == 1 else range(*bounds)
+
+
+# of programs, whose order a GPU chooses by itself
+ORDERS = {"in order": range, "reversed": backwards, "shuffled": shuffled} if INTERPRETED else {"any": range}
+SIZES: dict[str, Any] = {
+    "one segment of one part": ([60], [7]),
+    "one segment of many parts": ([600], [50]),
+    "segments of every kind": ([300, 30, 0, 200, 20, 0], [25, 4, 0, 20, 0, 0]),
+    "more to send than there is": ([250, 70], [30, 9]),
+}
+
+
+def gradient(kind: str, n: int) -> Any:
+    g = comparison.random(n, 4, DEVICE)
+    return {
+        "random": g,
+        "zeros": torch.zeros_like(g),
+        "mostly zeros": torch.where(g > 2, g, 0.0),
+        "ties": torch.full_like(g, -0.7),
+        "some ties": g.round(),
+    }[kind]
+
+
+# The lower bound over the exact threshold. None: it is unknown, as in the first step of a ratio.
+FACTORS = {
+    "the first step of a ratio": None,
+    "a prediction that holds": 0.9,
+    "a jump of the gradient by 30": 1 / 30,
+    "a fall of the gradient to a thirtieth": 30.0,
+    "nothing passes": float("inf"),
+}
+
+
+def run(sizes: Any, ks: Any, g: Any, factor: float | None, kernels: SelectionKernels) -> Any:
+    budget = comparison.budget_of(sizes, ks, DEVICE)
+    one = Pass(PassInputs((g,), None, torch.zeros_like(g), decay=0.9), budget)
+    lower_bounds = None if factor is None else (one.expected.thresholds * factor).nan_to_num(0.0, 3e38)
+    return one.check(kernels, lower_bounds)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> TritonSelection:
+    """Of small parts, and of groups of which there are many."""
+    monkeypatch.setattr("dgc.kernels.selection.triton.GROUP", 4)
+    monkeypatch.setattr("dgc.kernels.selection.triton.ROOM", 80)
+    return TritonSelection(64, 16, 64)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("factor", FACTORS)
+@pytest.mark.parametrize("size", SIZES)
+def test_a_selection_is_exact_in_any_order_of_programs(
+    kernels: TritonSelection, size: str, factor: str, order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, ks = SIZES[size]
+    monkeypatch.setattr("triton.runtime.interpreter.range", ORDERS[order], raising=False)
+    run(sizes, ks, gradient("random", sum(sizes)), FACTORS[factor], kernels)
+
+
+@pytest.mark.parametrize("kind", ["zeros", "mostly zeros", "ties", "some ties"])
+@pytest.mark.parametrize("factor", ["the first step of a ratio", "a prediction that holds", "nothing passes"])
+def test_a_selection_of_zeros_and_ties_is_exact(kernels: TritonSelection, factor: str, kind: str) -> None:
+    sizes, ks = SIZES["segments of every kind"]
+    run(sizes, ks, gradient(kind, sum(sizes)), FACTORS[factor], kernels)
+
+
+@pytest.mark.proof  # a minute in the interpreter
+def test_a_selection_of_more_than_a_thousand_segments_is_exact() -> None:
+    sizes, ks = [1, 9, 2, 8] * 260, [0, 1, 1, 0] * 260
+    run(sizes, ks, gradient("random", sum(sizes)), None, TritonSelection(16, 8, 8))
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+def test_the_largest_selected_magnitude_is_known(kernels: TritonSelection, factor: str) -> None:
+    """Also where a segment that sends nothing has a larger one."""
+    sizes, ks = [200, 100], [20, 0]
+    g = gradient("random", 300)
+    g[250] = 50.0
+    largest = run(sizes, ks, g, FACTORS[factor], kernels).elements.largest
+    assert float(largest.view(torch.float32)) == float(g[:200].abs().max())
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+def test_launches_leave_the_zeros_that_they_share(kernels: TritonSelection, factor: str) -> None:
+    sizes, ks = SIZES["segments of every kind"]
+    run(sizes, ks, gradient("random", sum(sizes)), FACTORS[factor], kernels)
+    assert not zeros_on(torch.device(DEVICE), 1 << 10).any()
+
+
+def test_a_budget_that_is_made_anew_in_each_step_has_its_own_parts(kernels: TritonSelection) -> None:
+    v = gradient("random", 300)
+    for ks in ([20, 30], [50, 0]):
+        budget = comparison.budget_of([100, 200], ks, DEVICE)
+        assert_same_choice(kernels.select(v, budget), REFERENCE.select(v, budget))
+
+
+# --- what a program reads --------------------------------------------------------------------------
+
+LARGE = {
+    "GPT-2's embedding": [38_597_376],
+    "the largest bucket": [2**31 - 1],
+    "large ones and thousands of small ones": [2**30, 1, *[700] * 5000, 0, 38_597_376],
+}
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What would be launched: kernel, programs, arguments."""
+    calls: list[Any] = []
+
+    def note(launcher: Any, kernel: Any, near: Any, programs: int, *arguments: Any) -> None:
+        calls.append((kernel, programs, arguments))
+
+    monkeypatch.setattr(Launcher, "__call__", note)
+    return calls
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("ratio", [0.001, 0.1])
+@pytest.mark.parametrize("name", LARGE)
+def test_no_program_of_a_selection_reads_more_than_64_kilobytes(
+    launched: list[Any], name: str, ratio: float, known: bool, dtype: Any
+) -> None:
+    """Whatever the data: with candidates, and where they are missing or not known."""
+    sizes = LARGE[name]
+    ks = [-int(-n * ratio // 1) for n in sizes]
+    bounds, each = (torch.empty(len(sizes) + one, dtype=torch.int64, device="meta") for one in (1, 0))
+    budget = Budget(bounds, each, sum(ks))
+    g, v = torch.empty(sum(sizes), dtype=dtype, device="meta"), torch.empty(sum(sizes), device="meta")
+    inputs = PassInputs((g,), torch.empty_like(v), v, 0.9)
+    lower_bounds = torch.empty(len(sizes), device="meta") if known else None
+    kernels = TritonSelection()
+    found = kernels.accumulate_and_select_(inputs, budget, lower_bounds)
+    kernels.accumulate_and_select_(replace(inputs, sent=found.elements, masking=True), budget, lower_bounds)
+    kernels.select(v, budget)
+    most = dict[str, int]()
+    for kernel, programs, arguments in launched:
+        name = kernel.fn.__name__
+        most[name] = max(most.get(name, 0), most_read(kernel, programs, arguments))
+        # a grid of more programs than this is refused
+        assert programs < 2**31
+    assert set(most) == {"take", "accumulate", "choose", "tally", "write"}
+    assert max(most.values()) <= MOST_READ, most
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Of each launch: kernel, the most bytes that a program has read, and what is stated."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    found: list[Any] = []
+    by_program: dict[Any, int] = {}
+    launch, load = Launcher.__call__, InterpreterBuilder.create_masked_load
+
+    def count(builder: Any, pointers: Any, mask: Any) -> None:
+        size = pointers.get_element_ty().primitive_bitwidth // 8
+        if pointers.data.size > 1:  # scalars are a few numbers
+            nbytes = int(mask.data.sum()) * size
+            by_program[builder.grid_idx] = by_program.get(builder.grid_idx, 0) + nbytes
+
+    def loaded(builder: Any, pointers: Any, mask: Any, *more: Any) -> Any:
+        count(builder, pointers, mask)
+        return load(builder, pointers, mask, *more)
+
+    def launched(launcher: Any, kernel: Any, near: Any, programs: int, *arguments: Any) -> None:
+        by_program.clear()
+        launch(launcher, kernel, near, programs, *arguments)
+        if kernel.fn.__name__ != "take":
+            most = max(by_program.values(), default=0)
+            found.append((kernel.fn.__name__, most, most_read(kernel, programs, arguments)))
+
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", loaded)
+    monkeypatch.setattr(Launcher, "__call__", launched)
+    yield found
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off on a GPU")
+@pytest.mark.parametrize("factor", FACTORS)
+def test_no_program_reads_more_than_its_kernel_states(
+    kernels: TritonSelection, factor: str, reads: list[Any]
+) -> None:
+    sizes, ks = SIZES["segments of every kind"]
+    run(sizes, ks, gradient("random", sum(sizes)), FACTORS[factor], kernels)
+    assert reads
+    for name, most, stated in reads:
+        assert most <= stated, (name, most, stated)
+    if FACTORS[factor] is None:  # the statement is not much too large either
+        assert any(name == "choose" and most >= 0.9 * stated for name, most, stated in reads)
