@@ -27,7 +27,14 @@ from dgc.core.route import Route
 from dgc.engine.buckets import PlannedBucket
 from dgc.engine.exchange import ExchangeSettings, GradientExchange, plan_gradients
 from dgc.engine.momentum import compressors_of, warn_of_unsuited
-from dgc.engine.options import check_not_converted, check_not_wrapped, check_transport, claim, unwrapped
+from dgc.engine.options import (
+    check_not_converted,
+    check_not_wrapped,
+    check_transport,
+    claim,
+    ddp_of,
+    unwrapped,
+)
 from dgc.engine.steps import AwaitedStep, before_steps
 from dgc.versions import TorchRange
 
@@ -74,6 +81,9 @@ def check_model(model: Any) -> DistributedDataParallel:
         return bool(getattr(model, attribute, None))
 
     refused = {
+        "it is around another one, and both would average the gradients: leave one out": (
+            any(isinstance(m, DistributedDataParallel) for m in model.module.modules())
+        ),
         "mixed_precision= changes the type of the buckets: use torch.autocast": has("mixed_precision"),
         "it has a communication hook already: register only this one": has("_comm_hooks"),
         "torch.compile's python_reducer calls no hooks: set torch._dynamo.config.optimize_ddp = 'ddp_optimizer'": (
@@ -228,6 +238,7 @@ class DDPExchange(GradientExchange):
             if plan.compressor.correction or isinstance(plan.compressor, ExchangesMomentum)
             for p in plan.parameters
         }
+        self._is_alone = False  # whether another DDP was looked for
         self._others: MutableMapping[Tensor, bool] = WeakIdKeyDictionary()  # of other models, or not exchanged
         before_steps(self._check_step)
 
@@ -296,6 +307,8 @@ class DDPExchange(GradientExchange):
         """Begin a backward pass. What an exception in the pass before has left is dropped, if nothing was sent."""
         self._engine.check_ended("backward()")
         self._reset()
+        if not self._is_alone:
+            self._check_alone()
         if not getattr(self._model(), "_divide_by_initial_world_size", True):
             raise RuntimeError(
                 "join(divide_by_initial_world_size=False) cannot be served: ranks without further data send their "
@@ -310,6 +323,17 @@ class DDPExchange(GradientExchange):
             self._momentum.check(self._stepped)
         if torch._C._current_graph_task_id() != -1:  # not inside join()
             self._pass.begin()
+
+    def _check_alone(self) -> None:
+        """Raise RuntimeError if another DistributedDataParallel was built around this one."""
+        own = self._model()
+        for other in ddp_of(self._slots):
+            if other is not own and any(module is own for module in other.modules()):
+                raise RuntimeError(
+                    "another DistributedDataParallel is around the one that is compressed, and averages the "
+                    "gradients too, without compression: leave one of the two out"
+                )
+        self._is_alone = True
 
     def _reset(self) -> None:
         self._buffers = []

@@ -181,8 +181,16 @@ def check_not_converted(planned: Iterable[PlannedBucket]) -> None:
 
 
 def ddp_of(parameters: Container[Tensor]) -> list[nn.parallel.DistributedDataParallel]:
-    """The DistributedDataParallel modules with any of these parameters, on which DDP leaves no mark. Slow."""
-    modules = [each for each in gc.get_objects() if issubclass(type(each), nn.parallel.DistributedDataParallel)]
+    """The DistributedDataParallel modules with any of these parameters, found among all objects: ask once.
+
+    Nothing else can find them. An optimizer knows parameters and no module. DDP leaves no mark on parameters or on
+    the module inside, adds its hooks in C++, where Python cannot see them, and may be built at any time.
+    """
+    kinds: set[type] = {nn.parallel.DistributedDataParallel}
+    while not kinds.issuperset(more := {sub for kind in kinds for sub in kind.__subclasses__()}):
+        kinds |= more
+    # not isinstance, which asks the objects, and they may do anything
+    modules: list[Any] = [each for each in gc.get_objects() if type(each) in kinds]
     return [module for module in modules if any(p in parameters for p in module.parameters())]
 
 

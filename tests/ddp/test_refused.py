@@ -109,6 +109,7 @@ def test_a_model_that_a_hook_cannot_serve() -> None:
         (with_python_reducer(), "torch.compile's python_reducer calls no hooks"),
         (with_delayed_parameters(), "delay_all_reduce_named_params bypasses the hook"),
         (after(lambda model: setattr(model, "mixed_precision", half)), changes),
+        (wrapped(wrapped()), "it is around another one, and both would average the gradients"),
         (wrapped(sparse), "0 has sparse gradients, .*: set sparse=False"),
         (with_optimizer_in_backward(), "an optimizer steps 0.weight, 0.bias, 1.weight during backward"),
     ]
@@ -116,6 +117,24 @@ def test_a_model_that_a_hook_cannot_serve() -> None:
         unused = wrapped(skip_all_reduce_unused_params=True, find_unused_parameters=True)
         rows.append((unused, "skip_all_reduce_unused_params leaves out buckets"))
     check_refusals(*((partial(hook, model), message) for model, message in rows))
+
+
+def test_a_ddp_that_is_built_around_a_compressed_one() -> None:
+    model = wrapped()
+    hook(model)
+    around = wrapped(model)
+    with pytest.raises(RuntimeError, match="another DistributedDataParallel is around the one that is compressed"):
+        around(torch.ones(1, 8)).sum().backward()
+
+
+def test_a_ddp_in_place_of_another_one_that_still_exists() -> None:
+    """It is used no more."""
+    before = wrapped()
+    hook(before)
+    model = wrapped(before.module)
+    hook(model)
+    model(torch.ones(1, 8)).sum().backward()
+    assert all(p.grad is not None for p in before.parameters())
 
 
 def test_a_distributed_optimizer_of_compressed_parameters() -> None:
