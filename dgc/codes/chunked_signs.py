@@ -35,11 +35,10 @@ from dgc.core.envelope import envelope_of
 from dgc.core.error_feedback import Codes, join, split
 from dgc.core.protocol import (
     Compressor,
-    DenseResult,
     Position,
     Reduced,
     Vector,
-    first_nonfinite_message,
+    reported,
 )
 from dgc.core.state import zeros
 
@@ -145,21 +144,21 @@ class ChunkedSignsCompressor(Compressor):
         scales, signs, kept = squeeze(v, chunks.bounds)
         by_piece, by_byte = pairwise(chunks.pieces), pairwise(chunks.bytes)
         rows = [chunks.join(scales[a:b], signs[c:d]) for (a, b), (c, d) in zip(by_piece, by_byte, strict=True)]
-        parts, nonfinite = yield from envelope.scatter(torch.stack(rows), first)
+        parts, flags = yield from envelope.scatter(torch.stack(rows), first)
 
         total = state.served.clone()  # as the server of a chunk, in rank order
         for part in parts:
             scales, signs = chunks.split(part, state.rank)
             kernels.of(total).quantize.sign_add_(signs, chunks.own, -scales, scales, total)
         scales, signs, served = squeeze(total, chunks.own)
-        answers, _ = yield from envelope.gather(chunks.join(scales, signs), bucket.bounds[-1])
+        answers, answer_flags = yield from envelope.gather(chunks.join(scales, signs), bucket.bounds[-1])
 
         sections = (chunks.split(codes, r) for r, codes in enumerate(answers))
         scales, signs = (torch.cat(parts) for parts in zip(*sections, strict=True))
         scales = scales / state.size
         kernels.of(mean).quantize.sign_add_(signs, chunks.bounds, -scales, scales, mean)
         bucket.flat.copy_(mean)
-        result = DenseResult(first_nonfinite_message(bucket, nonfinite))
+        result = reported(bucket, flags.with_checks_of(answer_flags))
         return Reduced(result, state.next(errors={"errors": kept}, served=served), dropped=state.next())
 
 

@@ -38,6 +38,7 @@ from dgc.comm.requests import AllReduce, Conversation
 from dgc.core.arguments import checked
 from dgc.core.bucket import Bucket
 from dgc.core.dense import place_of_mean
+from dgc.core.envelope import Flags
 from dgc.core.error_feedback import ErrorFeedbackCompressor, Mean
 from dgc.core.protocol import Position, Use, Vector, check_choice
 from dgc.core.state import State
@@ -136,35 +137,35 @@ class ThresholdCompressor(ErrorFeedbackCompressor):
             unit = torch.ones_like(t)
             codes, kept = quantizers.sign_encode(v, bounds, t, -unit, unit, *how)
         if self._gathers(state):
-            parts, nonfinite = yield from self.envelope(bucket).gather(codes, first_nonfinite)
+            parts, flags = yield from self.envelope(bucket).gather(codes, first_nonfinite)
             mean = place_of_mean(bucket)
             quantizers.units_mean_(parts, bounds, self.bits, unit, state.size, mean)
         else:
-            mean, nonfinite = yield from self._scatter(bucket, state.size, codes, first_nonfinite, unit)
-        return mean, kept, nonfinite
+            mean, flags = yield from self._scatter(bucket, state.size, codes, first_nonfinite, unit)
+        return mean, kept, flags
 
     def _scatter(
         self, bucket: Bucket, size: int, codes: Tensor, first_nonfinite: Tensor, unit: Float32[Tensor, "S"]
-    ) -> Conversation[tuple[Vector, list[int]]]:
+    ) -> Conversation[tuple[Vector, Flags]]:
         share = WORD * -(-codes.numel() // (WORD * size))  # bytes per rank, padded at the end
         padded = torch.zeros(size, share, dtype=torch.uint8, device=codes.device)
         padded.view(-1)[: codes.numel()] = codes
         envelope, finite = self.envelope(bucket), bucket.bounds[-1]
-        parts, nonfinite = yield from envelope.scatter(padded, first_nonfinite)
+        parts, flags = yield from envelope.scatter(padded, first_nonfinite)
         # the range of a sum is -N .. N; with 1 bit only every second value occurs
         bits = math.ceil(math.log2(2 * size + 1 if self.bits == 2 else size + 1))
         fields, quantizers = share * 8 // self.bits, kernels.of(codes).quantize
         whole = _whole(fields, codes.device)
         if self.wire != "server" and bits <= 8:
             sums = quantizers.pack_sums(parts, whole, self.bits, bits)
-            packed, _ = yield from envelope.gather(sums, finite)
+            packed, later = yield from envelope.gather(sums, finite)
             mean = place_of_mean(bucket)
             quantizers.sums_mean_(packed, fields, self.bits, bits, bucket.bounds, unit, mean)
         else:
             own = torch.empty(fields, dtype=torch.float32, device=codes.device)
             quantizers.units_mean_(parts, whole, self.bits, None, 1, own)
             kind = torch.float32 if self.wire == "server" else torch.int16  # more than 8 bits
-            shares, _ = yield from envelope.gather(own.to(kind).view(torch.uint8), finite)
+            shares, later = yield from envelope.gather(own.to(kind).view(torch.uint8), finite)
             total = torch.cat([part.clone().view(kind) for part in shares]).float()
             mean = place_of_mean(bucket)
             word, at = 32 // self.bits, 0
@@ -173,7 +174,7 @@ class ThresholdCompressor(ErrorFeedbackCompressor):
                 torch.mul(total[at : at + segment.numel], factor, out=place)
                 at += -(-segment.numel // word) * word  # fields that only fill words are left out
             mean.div_(size)
-        return mean, nonfinite
+        return mean, flags.with_checks_of(later)
 
 
 @cache

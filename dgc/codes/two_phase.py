@@ -44,7 +44,7 @@ from dgc.core.bucket import Bucket
 from dgc.core.dense import DenseCompressor, place_of_mean
 from dgc.core.envelope import blank, envelope_of
 from dgc.core.error_feedback import accumulated
-from dgc.core.protocol import Compressor, DenseResult, Reduced, Vector, first_nonfinite_message
+from dgc.core.protocol import Compressor, Reduced, Vector, reported
 from dgc.core.state import State, zeros
 from dgc.kernels import BlockCode
 from dgc.kernels.codes.blocks import SIZES
@@ -149,7 +149,7 @@ class TwoPhaseCompressor(Compressor):
         else:
             v, first_nonfinite = accumulated(bucket, state)
             blocks.encode_into_(v, bounds, self.code, room, None)
-        parts, nonfinite = yield from envelope.scatter_filled(rows, nbytes, first_nonfinite)
+        parts, flags = yield from envelope.scatter_filled(rows, nbytes, first_nonfinite)
 
         served = state.served if isinstance(state, TwoPhaseState) else None
         unserved = None if served is None else own["served"] if "served" in own else torch.empty_like(served)
@@ -157,7 +157,7 @@ class TwoPhaseCompressor(Compressor):
         (answer,), room = blank(1, nbytes, bounds, own.get("answer"))
         given = (served, state.constants.get("real"), state.constants["chunk"])
         blocks.answer_(parts, self.code, *given, self.answer, room, unserved)
-        answers, _ = yield from envelope.gather_filled(answer, nbytes, bounds[-1])
+        answers, answer_flags = yield from envelope.gather_filled(answer, nbytes, bounds[-1])
 
         # the transform adds values, and half precision rounds them: both may overflow
         is_finite = bucket.dtype is torch.float32 and not self.answer.rotate
@@ -166,8 +166,8 @@ class TwoPhaseCompressor(Compressor):
         blocks.decode(answers, bounds, self.answer, state.size, mean)
         if places is None:
             bucket.flat.copy_(mean[0])
-        message = first_nonfinite_message(bucket, nonfinite)
-        result = DenseResult(message, is_finite=is_finite, is_delivered=places is not None)
+        flags = flags.with_checks_of(answer_flags)
+        result = reported(bucket, flags, is_finite=is_finite, is_delivered=places is not None)
 
         own = {"rows": rows, "answer": answer.view(1, -1)}
         if served is None or unserved is None:

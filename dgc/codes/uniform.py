@@ -221,8 +221,8 @@ class DenseValuesCompressor(BlockwiseCompressor):
         sent = self._reduced.quantize(v, state.size, bucket.dtype)
         kept = torch.sub(v, sent.float(), out=state.scratch.get("errors"))
         message = sent.clone()  # the reply may overwrite it
-        mean, nonfinite = yield from self.envelope(bucket).reduce(message, first_nonfinite)
-        return mean.float(), kept, nonfinite
+        mean, flags = yield from self.envelope(bucket).reduce(message, first_nonfinite)
+        return mean.float(), kept, flags
 
     def code(self, bucket: Bucket, state: State) -> kernels.ElementCode | None:
         return super().code(bucket, state) if self.values == "int8" and self._gathers(bucket, state) else None

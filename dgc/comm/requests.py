@@ -117,15 +117,31 @@ T = TypeVar("T")
 Conversation: TypeAlias = Generator[tuple[Request, ...] | Read, Any, T]
 
 
-def read(scalars: Sequence[Any] | Tensor) -> Conversation[list[int]]:
+def is_on_host(tensor: Tensor) -> bool:
+    """Whether the host can read a tensor without waiting for a device."""
+    return tensor.device.type == HOST
+
+
+def on_host(numbers: Sequence[Any] | Tensor) -> list[int] | None:
+    """Return the values of numbers, scalars or a tensor, that are in host memory. None: they are on a device."""
+    if isinstance(numbers, Tensor):
+        return numbers.tolist() if is_on_host(numbers) else None
+    if not numbers or not isinstance(numbers[0], Tensor) or is_on_host(numbers[0]):
+        return list(map(int, numbers))
+    return None
+
+
+def together(numbers: Sequence[Any] | Tensor) -> Tensor:
+    """Return numbers on a device as one tensor, because each copy to the host waits."""
+    return numbers if isinstance(numbers, Tensor) else torch.stack([scalar.int() for scalar in numbers])
+
+
+def read(numbers: Sequence[Any] | Tensor) -> Conversation[list[int]]:
     """Return the values of numbers, scalars or a tensor. Those on a device are read together, by one `Read`."""
-    known: list[int]
-    if isinstance(scalars, Tensor):
-        known = scalars.tolist() if scalars.device.type == HOST else (yield Read(scalars))
-        return known
-    if not scalars or not isinstance(scalars[0], Tensor) or scalars[0].device.type == HOST:
-        return list(map(int, scalars))
-    known = yield Read(torch.stack([scalar.int() for scalar in scalars]))
+    known = on_host(numbers)
+    if known is None:
+        known = yield Read(together(numbers))
+    assert known is not None
     return known
 
 

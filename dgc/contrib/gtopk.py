@@ -103,7 +103,7 @@ class GTopKCompressor(ErrorFeedbackCompressor):
         size, rank, envelope = state.size, state.rank, self.envelope(bucket)
         power = 1 << size.bit_length() - 1  # P
         nothing = torch.empty(0, dtype=torch.uint8, device=v.device)
-        _, nonfinite = yield from envelope.gather(nothing, first_nonfinite)
+        _, flags = yield from envelope.gather(nothing, first_nonfinite)
 
         own = x = self.select(bucket, v)
         dropped: list[Elements] = []
@@ -150,7 +150,7 @@ class GTopKCompressor(ErrorFeedbackCompressor):
             kept.index_add_(0, part.indices, part.values)
         mean = place_of_mean(bucket).zero_()
         mean[x.indices] = x.values / size
-        return mean, kept, nonfinite
+        return mean, kept, flags
 
     def select(self, bucket: Bucket, v: Vector) -> Elements:
         """The ceil(D d) largest elements of each tensor of d elements."""

@@ -73,10 +73,10 @@ class RandomKCompressor(ErrorFeedbackCompressor):
         values = self._cast.quantize(v[indices] * scale, state.size, bucket.dtype)
         kept = clone(v, state)
         kept[indices] -= values.float()
-        received, nonfinite = yield from self.envelope(bucket).reduce(values, first_nonfinite)
+        received, flags = yield from self.envelope(bucket).reduce(values, first_nonfinite)
         mean = place_of_mean(bucket).zero_()
         mean[indices] = received.float()
-        return mean, kept, nonfinite
+        return mean, kept, flags
 
 
 class RandomBlockCompressor(RandomKCompressor):

@@ -23,6 +23,7 @@ from dgc.core.protocol import (
     StatelessCompressor,
     Vector,
     check_means,
+    reported,
 )
 from dgc.core.state import State
 
@@ -67,11 +68,11 @@ class BF16Compressor(StatelessCompressor):
         scratch = kept_on_cpu(message=payloads)
         own = quantizers.round_(bucket.gradients, codes.view(torch.bfloat16))
         bucket.release()
-        parts, _ = yield from envelope.gather_filled(payloads[0], nbytes, none)
+        parts, flags = yield from envelope.gather_filled(payloads[0], nbytes, none)
         mean = place_of_mean(bucket)
         quantizers.halves_mean_(parts, torch.bfloat16, len(parts), mean)
         bucket.flat.copy_(mean)
-        return Reduced(DenseResult(own=own), state.changed(scratch=scratch))
+        return Reduced(reported(bucket, flags, own), state.changed(scratch=scratch))
 
 
 def kept_on_cpu(**memory: Tensor) -> dict[str, Tensor]:

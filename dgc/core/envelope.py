@@ -25,7 +25,7 @@ from jaxtyping import Float32, Int32, Int64, UInt8
 from torch import Tensor
 
 import dgc.kernels as kernels
-from dgc.comm.requests import AllGather, AllReduce, AllToAll, Conversation, Op, read
+from dgc.comm.requests import AllGather, AllReduce, AllToAll, Conversation, Op, on_host, read, together
 from dgc.core.bucket import Bucket
 from dgc.kernels.payload import HEADER_BYTES, Terms
 
@@ -54,12 +54,94 @@ class Unchecked(Generic[T]):
 
     def wait(self) -> tuple[list[T], list[int]]:
         """Wait for the device, and return the contents and what `check` does."""
-        if isinstance(self.scalars, Tensor):
-            return self.contents, self.check(self.scalars.tolist())
-        if not self.scalars or not isinstance(self.scalars[0], Tensor) or self.scalars[0].is_cpu:
-            return self.contents, self.check(list(map(int, self.scalars)))
-        # one read gets all, because each read waits
-        return self.contents, self.check(torch.stack([scalar.int() for scalar in self.scalars]).tolist())
+        known = on_host(self.scalars)
+        return self.contents, self.check(together(self.scalars).tolist() if known is None else known)
+
+    @property
+    def flags(self) -> "Flags":
+        """What `check` returns, now or when the host has read `scalars`. On a CPU it raises as `check`."""
+        known = on_host(self.scalars)
+        if known is not None:
+            return Flags(values=self.check(known))
+        return Flags((together(self.scalars),), self.check)
+
+
+@dataclass(frozen=True, eq=False)
+class Flags:
+    """For each rank, the number, from 1, of its first tensor with a non-finite gradient, or 0.
+
+    The host reads the headers on a device at the end of the step, all together: nothing waits before.
+
+    Attributes:
+        numbers: What the host has to read, int32 [n] each. Empty: nothing.
+        check: Given the values of all `numbers`, returns `values`. Raises PayloadError as `Unchecked.check`.
+        values: The numbers of the tensors. None: not known yet.
+    """
+
+    numbers: tuple[Tensor, ...] = ()
+    check: Callable[[Sequence[int]], list[int]] = list
+    values: list[int] | None = None
+
+    def read(self) -> Conversation[list[int]]:
+        """Return `values`. For a method that cannot continue without them."""
+        if self.values is not None:
+            return self.values
+        return self.check((yield from read(torch.cat(self.numbers))))
+
+    def with_checks_of(self, later: "Flags") -> "Flags":
+        """Return these flags, to be read together with the headers of a later round, which has no flags."""
+        if not self.numbers:
+            return self
+        own = count_of(self.numbers)
+
+        def check(numbers: Sequence[int]) -> list[int]:
+            values = self.check(numbers[:own])
+            later.check(numbers[own:])
+            return values
+
+        return Flags(self.numbers + later.numbers, check)
+
+
+def count_of(tensors: Sequence[Tensor]) -> int:
+    """Return how many numbers the tensors have."""
+    return sum(map(Tensor.numel, tensors))
+
+
+def values_of(flags: Sequence[Flags]) -> list[list[int]]:
+    """Return the values of all flags. The host waits once for the device."""
+    pending = [numbers for own in flags for numbers in own.numbers]
+    numbers = torch.cat(pending).tolist() if pending else []
+    found = []
+    for own in flags:
+        if own.values is None:
+            count = count_of(own.numbers)
+            found.append(own.check(numbers[:count]))
+            numbers = numbers[count:]
+        else:
+            found.append(own.values)
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class Written:
+    """A mean that kernels have decoded into its place from payloads that are not checked yet.
+
+    Attributes:
+        numbers: Numbers of the headers, int32 [n], and after them whether the mean is finite.
+        check_words: Given the numbers of the headers, what `Unchecked.check` returns.
+    """
+
+    numbers: Int32[Tensor, "numbers"]
+    check_words: Callable[[Sequence[int]], list[int]]
+
+    def check(self, numbers: Sequence[int]) -> tuple[bool, list[int]]:
+        """Given the values of `numbers`, return whether the mean is finite, and what `check_words` does."""
+        nonfinite = self.check_words(numbers[:-1])
+        return bool(numbers[-1]), nonfinite
+
+    def wait(self) -> tuple[bool, list[int]]:
+        """Wait for the device, and return what `check` does."""
+        return self.check(self.numbers.tolist())
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,8 +153,10 @@ class Envelope:
         bounds: First element of each tensor, in the order that `first_nonfinite` counts, and the end.
         terms: Ratio and form, which must be the same on every rank.
 
-    The methods return, besides what arrives, for each rank the number, from 1, of its first tensor with a
-    non-finite gradient, or 0. They raise PayloadError if a payload is damaged or was sealed with other terms.
+    The methods return, besides what arrives, the `Flags` of all ranks, which belong into the result of the step
+    (`dgc.core.protocol.reported`). A payload that is damaged, or was sealed with other terms, is a PayloadError:
+    at once on a CPU, and at the end of the step on a device.
+
     `first_nonfinite` is the index of the gradient's first non-finite element, or bounds[-1] if there is none.
     """
 
@@ -82,40 +166,38 @@ class Envelope:
 
     def gather(
         self, codes: UInt8[Tensor, "nbytes"], first_nonfinite: Int64[Tensor, ""]
-    ) -> Conversation[tuple[list[Tensor], list[int]]]:
+    ) -> Conversation[tuple[list[Tensor], Flags]]:
         """Gather the codes of all ranks."""
         (payloads,) = yield (AllGather(self.seal(codes, first_nonfinite)),)
         opened = self.open(payloads, codes.numel())
-        return opened.contents, opened.check((yield from read(opened.scalars)))
+        return opened.contents, opened.flags
 
     def gather_filled(
         self, payload: UInt8[Tensor, "total"], nbytes: int, first_nonfinite: Int64[Tensor, ""]
-    ) -> Conversation[tuple[list[Tensor], list[int]]]:
+    ) -> Conversation[tuple[list[Tensor], Flags]]:
         """As `gather`, given a payload of `blank` with `nbytes` bytes of codes."""
         self.seal_(payload, first_nonfinite)
         (payloads,) = yield (AllGather(payload),)
         opened = self.open(payloads, nbytes)
-        return opened.contents, opened.check((yield from read(opened.scalars)))
+        return opened.contents, opened.flags
 
     def gather_sealed(
         self, payload: UInt8[Tensor, "total"], decode: Callable[[list[Tensor]], Int32[Tensor, "numbers"]]
-    ) -> Conversation[tuple[bool, list[int]]]:
+    ) -> Conversation[Written]:
         """Gather payloads with headers, and decode them in one call.
 
-        decode: Returns five numbers per payload, as `Codec.words`, and after them a last number.
-
-        Returns:
-            (whether the last number is not 0, what every rank reports).
+        decode: Writes the mean. Returns five numbers per payload, as `Codec.words`, and after them whether the
+            mean is finite.
         """
         (payloads,) = yield (AllGather(payload),)
         ranks = range(len(payloads))
         check_sizes(payloads, payload.numel(), self.terms, self.what, ranks)
-        *words, last = yield from read(decode(list(map(Tensor.contiguous, payloads))))
-        return bool(last), self._check(words, ranks)
+        numbers = decode(list(map(Tensor.contiguous, payloads)))
+        return Written(numbers, partial(self._check, ranks=ranks))
 
     def scatter(
         self, codes: UInt8[Tensor, "ranks nbytes"], first_nonfinite: Int64[Tensor, ""]
-    ) -> Conversation[tuple[list[Tensor], list[int]]]:
+    ) -> Conversation[tuple[list[Tensor], Flags]]:
         """Send row r to rank r. Returns the rows that all ranks have sent to this one."""
         ranks, nbytes = codes.shape
         rows, room = blank(ranks, nbytes, codes)
@@ -124,27 +206,20 @@ class Envelope:
 
     def scatter_filled(
         self, rows: UInt8[Tensor, "ranks total"], nbytes: int, first_nonfinite: Int64[Tensor, ""]
-    ) -> Conversation[tuple[list[Tensor], list[int]]]:
+    ) -> Conversation[tuple[list[Tensor], Flags]]:
         """As `scatter`, given rows of `blank` with `nbytes` bytes of codes each."""
         self.seal_rows_(rows, first_nonfinite)
         (payloads,) = yield (AllToAll(rows.view(-1), (rows.shape[1],) * len(rows)),)
         opened = self.open(payloads, nbytes)
-        return opened.contents, opened.check((yield from read(opened.scalars)))
+        return opened.contents, opened.flags
 
     def reduce(
         self, values: Tensor, first_nonfinite: Int64[Tensor, ""], op: Op = "mean"
-    ) -> Conversation[tuple[Tensor, list[int]]]:
+    ) -> Conversation[tuple[Tensor, Flags]]:
         """All-reduce values, which are not protected, and gather what every rank reports. `values` may change."""
-        reduced, reports = yield from self.reduce_unchecked(values, first_nonfinite, op)
-        return reduced, reports.check((yield from read(reports.scalars)))
-
-    def reduce_unchecked(
-        self, values: Tensor, first_nonfinite: Int64[Tensor, ""], op: Op = "mean"
-    ) -> Conversation[tuple[Tensor, Unchecked[UInt8[Tensor, "nbytes"]]]]:
-        """`reduce`, except that the caller reads and checks what every rank reports."""
         nothing = torch.empty(0, dtype=torch.uint8, device=values.device)
         payloads, reduced = yield (AllGather(self.seal(nothing, first_nonfinite)), AllReduce(values, op))
-        return reduced, self.open(payloads, 0)
+        return reduced, self.open(payloads, 0).flags
 
     def seal(self, codes: UInt8[Tensor, "nbytes"], first_nonfinite: Int64[Tensor, ""]) -> UInt8[Tensor, "total"]:
         """Return the payload for `codes`."""

@@ -14,12 +14,20 @@ from dgc.comm.requests import Conversation
 from dgc.core.arguments import checked
 from dgc.core.bucket import Bucket
 from dgc.core.dense import DenseCompressor, kept_on_cpu, place_of_mean
-from dgc.core.envelope import Envelope, envelope_of
-from dgc.core.protocol import Compressor, DenseResult, Position, Reduced, Vector, first_nonfinite_message
+from dgc.core.envelope import Envelope, Flags, envelope_of
+from dgc.core.protocol import (
+    Compressor,
+    DenseResult,
+    Position,
+    Reduced,
+    Vector,
+    reported,
+    reported_mean,
+)
 from dgc.core.state import State, zeros
 
 Codes = UInt8[Tensor, "nbytes"]
-Mean: TypeAlias = Conversation[tuple[Tensor, Tensor, list[int]]]  # see `ErrorFeedbackCompressor.exchange`
+Mean: TypeAlias = Conversation[tuple[Tensor, Tensor, Flags]]  # see `ErrorFeedbackCompressor.exchange`
 
 
 @checked
@@ -48,7 +56,7 @@ class ErrorFeedbackCompressor(Compressor):
 
     @abstractmethod
     def exchange(self, bucket: Bucket, state: State, v: Vector, first_nonfinite: Position) -> Mean:
-        """Returns (mean [n] fp32, residual [n] fp32, for each rank its first non-finite tensor, from 1, or 0).
+        """Returns (mean [n] fp32, residual [n] fp32, what the envelope returns of the ranks' gradients).
 
         v must not change, and the residual must be a separate tensor, such as `state.scratch.get("errors")`.
         Without error feedback the residual is not used. The mean may be `place_of_mean(bucket)`, which without
@@ -73,9 +81,9 @@ class ErrorFeedbackCompressor(Compressor):
         if coder is not None and code is not None and coder.takes(code):
             return (yield from self._reduce_coded(coder, code, bucket, state))
         v, first_nonfinite = accumulated(bucket, state)
-        mean, kept, nonfinite = yield from self.exchange(bucket, state, v, first_nonfinite)
+        mean, kept, flags = yield from self.exchange(bucket, state, v, first_nonfinite)
         bucket.flat.copy_(mean)
-        return self._outcome(bucket, state, DenseResult(first_nonfinite_message(bucket, nonfinite)), kept)
+        return self._outcome(bucket, state, reported(bucket, flags), kept)
 
     def _reduce_coded(
         self, coder: kernels.ElementCoder, code: kernels.ElementCode, bucket: Bucket, state: State
@@ -95,9 +103,8 @@ class ErrorFeedbackCompressor(Compressor):
         def decode(payloads: list[Tensor]) -> Tensor:
             return coder.mean_into_(bucket.flat, code, payloads, given)
 
-        is_finite, nonfinite = yield from envelope.gather_sealed(payload, decode)
-        result = DenseResult(first_nonfinite_message(bucket, nonfinite), is_finite=is_finite)
-        return self._outcome(bucket, state, result, kept)
+        written = yield from envelope.gather_sealed(payload, decode)
+        return self._outcome(bucket, state, reported_mean(bucket, written), kept)
 
     def _outcome(self, bucket: Bucket, state: State, result: DenseResult, kept: Tensor) -> Reduced:
         if not self.error_feedback:
@@ -137,10 +144,10 @@ class AllGatherCompressor(ErrorFeedbackCompressor):
 
     def exchange(self, bucket: Bucket, state: State, v: Vector, first_nonfinite: Position) -> Mean:
         codes, kept = self.encode(bucket, state, v)
-        parts, nonfinite = yield from self.envelope(bucket).gather(codes, first_nonfinite)
+        parts, flags = yield from self.envelope(bucket).gather(codes, first_nonfinite)
         mean = place_of_mean(bucket)
         self.mean_(bucket, state, parts, mean)
-        return mean, kept, nonfinite
+        return mean, kept, flags
 
 
 def accumulated(bucket: Bucket, state: State) -> tuple[Vector, Position]:

@@ -3,19 +3,20 @@ finite: whose gradient is not, in which tensor. It is found once per step, and t
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from math import inf
-from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar, runtime_checkable
 
+import torch
 from jaxtyping import Float32, Int64
 from torch import Tensor
 
-from dgc.comm.requests import AllGather, Conversation, read
+from dgc.comm.requests import AllGather, Conversation, on_host, read
 from dgc.core.arguments import NUMBER, require
 from dgc.core.bucket import Bucket, Segment
-from dgc.core.envelope import open_numbers, seal_numbers
+from dgc.core.envelope import Flags, Written, count_of, open_numbers, seal_numbers
 from dgc.core.momentum import MomentumCorrection as MomentumCorrection
 from dgc.core.state import State, Tables
 from dgc.kernels.selection import first_tensor_nonfinite
@@ -26,12 +27,29 @@ Position = Int64[Tensor, ""]  # of the first non-finite element of a gradient, o
 
 
 @dataclass(frozen=True, eq=False)
+class Report:
+    """Numbers on a device that say whether the ranks may use the result of a step.
+
+    The host reads the numbers of all buckets and rounds together, once, at the end of the step.
+
+    Attributes:
+        numbers: int32 [n] each.
+        explain: Given the values of all, returns why every rank drops the step, the same on every rank, or None.
+            Raises PayloadError if a payload is damaged, or was sealed with other terms.
+    """
+
+    numbers: tuple[Tensor, ...]
+    explain: Callable[[list[int]], str | None]
+
+
+@dataclass(frozen=True, eq=False)
 class DenseResult:
     """The mean gradient, stored in `bucket.flat`.
 
     Attributes:
         nonfinite: A message that names the parameter and the rank if a rank's gradient has NaN or inf. No part of
             such a result may be applied. It is the same on every rank.
+        reports: What the host must read from the device before it knows `nonfinite`.
         own: A number that is not finite if this rank's gradient is not (`probe`), where the ranks have not told
             each other about their gradients.
         is_finite: Whether the mean is known to be finite. Otherwise `check_means` finds out, once per step.
@@ -42,6 +60,7 @@ class DenseResult:
     own: Tensor | None = None
     is_finite: bool = False
     is_delivered: bool = False
+    reports: tuple[Report, ...] = ()
 
     def write_to(self, bucket: Bucket) -> None:
         """Store the mean in `bucket.flat`."""
@@ -57,6 +76,7 @@ class SparseResult:
     indices: Tensor
     values: Tensor
     nonfinite: str | None = None
+    reports: ClassVar[tuple[Report, ...]] = ()
 
     def write_to(self, bucket: Bucket) -> None:
         """Store the mean in `bucket.flat`."""
@@ -284,11 +304,15 @@ def check_means(results: Sequence[tuple[Bucket, Result]]) -> Conversation[str | 
     A mean is the same on every rank. Either all ranks or none therefore take part in the additional round that
     finds the rank whose gradient was not finite.
     """
-    for _, result in results:
-        if result.nonfinite is not None:
-            return result.nonfinite
     dense = [(b, r) for b, r in results if isinstance(r, DenseResult) and not r.is_finite]
-    finite = yield from read([bucket.probe().isfinite() for bucket, _ in dense])
+    reports = [report for _, result in results for report in result.reports]
+    probes = [bucket.probe().isfinite() for bucket, _ in dense]
+    together = joined(reports, probes) if reports else probes
+    numbers = yield from read(together)
+    said, finite = explained(reports, numbers), numbers[len(numbers) - len(dense) :]
+    for message in (said, *(result.nonfinite for _, result in results)):
+        if message is not None:
+            return message
     for (bucket, result), is_finite in zip(dense, finite, strict=True):
         number = 0 if is_finite else first_tensor_nonfinite(bucket.flat, [s.offset for s in bucket.segments])
         if number and result.own is None:
@@ -298,6 +322,61 @@ def check_means(results: Sequence[tuple[Bucket, Result]]) -> Conversation[str | 
             flags = yield from open_numbers(f"bucket {bucket.name}", payloads, 1)
             return nonfinite_message(bucket, number, [rank for rank, (flag,) in enumerate(flags) if flag])
     return None
+
+
+def joined(reports: Sequence[Report], finite: Sequence[Tensor]) -> Tensor:
+    """Return the numbers of reports, and after them whether each mean is finite, as one tensor, for one read."""
+    parts = [numbers for report in reports for numbers in report.numbers]
+    parts += [flag.int().view(1) for flag in finite]
+    return torch.cat([part.to(parts[0].device) for part in parts])
+
+
+def explained(reports: Sequence[Report], numbers: Sequence[int]) -> str | None:
+    """Return the first reason of reports, given the values of all their numbers. Raises as `Report.explain`."""
+    reasons, at = list[str](), 0
+    for report in reports:
+        count = count_of(report.numbers)
+        reason = report.explain(list(numbers[at : at + count]))
+        reasons += [] if reason is None else [reason]
+        at += count
+    return reasons[0] if reasons else None
+
+
+def reported(
+    bucket: Bucket, flags: Flags, own: Tensor | None = None, is_finite: bool = False, is_delivered: bool = False
+) -> DenseResult:
+    """Return the result of a bucket whose mean is in place, given what all ranks have reported of their gradients.
+
+    own, is_finite, is_delivered: As in DenseResult.
+    """
+    if flags.values is not None:
+        return DenseResult(first_nonfinite_message(bucket, flags.values), own, is_finite, is_delivered)
+
+    def explain(numbers: list[int]) -> str | None:
+        return first_nonfinite_message(bucket, flags.check(numbers))
+
+    return DenseResult(None, own, is_finite, is_delivered, (Report(flags.numbers, explain),))
+
+
+def reported_mean(bucket: Bucket, written: Written) -> DenseResult:
+    """Return the result of a bucket whose mean kernels have decoded into it."""
+    known = on_host(written.numbers)
+    if known is not None:
+        is_finite, nonfinite = written.check(known)
+        return DenseResult(first_nonfinite_message(bucket, nonfinite), is_finite=is_finite)
+
+    def explain(numbers: list[int]) -> str | None:
+        is_finite, nonfinite = written.check(numbers)
+        message = first_nonfinite_message(bucket, nonfinite)
+        return overflow_message(bucket) if message is None and not is_finite else message
+
+    return DenseResult(is_finite=True, reports=(Report((written.numbers,), explain),))
+
+
+def overflow_message(bucket: Bucket) -> str | None:
+    """The message for a mean in the bucket with NaN or inf, though no rank has any; None if it is finite."""
+    number = first_tensor_nonfinite(bucket.flat, [s.offset for s in bucket.segments])
+    return nonfinite_message(bucket, number, []) if number else None
 
 
 def nonfinite_message(bucket: Bucket, number: int, ranks: list[int]) -> str:

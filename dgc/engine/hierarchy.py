@@ -252,7 +252,8 @@ class HierarchicalCompressor(Compressor):
             bucket.use_gradient(i, mean[s.offset : s.offset + s.numel])
         reduced = yield from self.inner.reduce(bucket, state.inner)
         message = yield from check_means([(bucket, reduced.result)])
-        return replace(reduced, result=replace(reduced.result, nonfinite=message))
+        result = replace(reduced.result, nonfinite=message)
+        return replace(reduced, result=replace(result, reports=()) if isinstance(result, DenseResult) else result)
 
     def _last_round(self, bucket: Bucket, state: ShareState, between: _Conversation) -> tuple[Any, ...]:
         """The requests of the last round: a report, and every share that is not empty."""

@@ -39,8 +39,11 @@ from torch.optim import Optimizer
 from dgc.comm.collectives import broadcast_object
 from dgc.comm.conversation import Intact, RunningConversation
 from dgc.comm.meter import TrafficMeter
+from dgc.comm.requests import is_on_host
+from dgc.comm.staging import HostCopy
 from dgc.comm.transport import Transport
-from dgc.core.protocol import DenseResult, Result, check_means
+from dgc.core.bucket import Bucket
+from dgc.core.protocol import DenseResult, Report, Result, check_means, explained, joined
 from dgc.engine.buckets import PlannedBucket
 from dgc.engine.drops import is_used
 from dgc.engine.steps import check_not_running
@@ -303,31 +306,33 @@ class Engine:
             for side in self.streams.values():
                 side.join()
             results: list[tuple[PlannedBucket, Result]] = []
-            reason, probes, is_finite = None, [], True
+            reason, reports, probes, is_finite = None, list[Report](), list[Tensor](), True
             for running in started:
                 result = running.conversation.result
                 results.append((running.plan, result))
                 reason = reason or result.nonfinite
+                reports += result.reports
                 if isinstance(result, DenseResult) and not result.is_finite:
                     probe = running.plan.bucket.probe()
-                    if probe.is_cpu:
+                    if is_on_host(probe):
                         is_finite = is_finite and isfinite(probe.item())
                     else:
-                        probes.append(probe)
-            if probes:  # the host waits once
-                together = [probe.to(probes[0].device, torch.float64) for probe in probes]
-                is_finite = is_finite and isfinite(torch.stack(together).sum().item())
+                        probes.append(probe.isfinite())
+            if reports or probes:  # the host waits once
+                numbers = HostCopy(joined(reports, probes)).wait()
+                reason = explained(reports, numbers) or reason
+                is_finite = is_finite and all(numbers[len(numbers) - len(probes) :])
             if reason is None and not is_finite:
-                reason = self._explain(results)
+                reason = self._explain([(plan.bucket, result) for plan, result in results])
             reason = reason if judge is None else judge(reason)
             if reason is not None:
                 for running in started:
                     running.plan.states.rollback(running.plan.bucket)
             return Outcome(results, reason)
 
-    def _explain(self, results: list[tuple[PlannedBucket, Result]]) -> str | None:
+    def _explain(self, results: list[tuple[Bucket, Result]]) -> str | None:
         """Return why the means must not be used; None if large finite elements have made their sum infinite."""
-        check = check_means([(plan.bucket, result) for plan, result in results])
+        check = check_means(results)
         name = f"{self._name}.means"
         return RunningConversation(name, check, self._transport, self.meter, self._communicators).finish()
 

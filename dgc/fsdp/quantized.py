@@ -46,7 +46,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 import dgc.kernels as kernels
 from dgc.comm.meter import TrafficMeter
 from dgc.core.bucket import local_part
-from dgc.core.envelope import Unchecked, blank, envelope
+from dgc.core.envelope import Unchecked, blank, envelope, values_of
 from dgc.core.protocol import NonFiniteGradientError
 from dgc.core.state import check_mapping, check_tensor
 from dgc.engine.drops import DropPolicy, check_nonfinite
@@ -680,9 +680,9 @@ def _divided(whole: Tensor, dim: int, ranks: int) -> Tensor:
 def _nonfinite(reports: Sequence[_Report]) -> str | None:
     """Return the first parameter and rank with NaN or inf. Raises PayloadError for a damaged payload."""
     found = None
-    for report in reports:
+    for report, numbers in zip(reports, values_of([report.opened.flags for report in reports]), strict=True):
         names = report.collective.layout.names
-        for rank, number in enumerate(report.opened.wait()[1]):
+        for rank, number in enumerate(numbers):
             if number and found is None:
                 found = UNUSABLE.format(name=names[(number - 1) % len(names)], rank=rank)
     return found

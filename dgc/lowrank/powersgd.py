@@ -29,16 +29,25 @@ from typing import Any, TypeVar
 from zlib import crc32
 
 import torch
-from jaxtyping import Float32, Int32, UInt8
+from jaxtyping import Float32, Int32
 from torch import Tensor
 
 import dgc.kernels as kernels
-from dgc.comm.requests import AllReduce, Conversation, read
+from dgc.comm.requests import AllReduce, Conversation
 from dgc.core.arguments import checked
 from dgc.core.bucket import Bucket, Segment
 from dgc.core.dense import DenseCompressor
-from dgc.core.envelope import Envelope, Unchecked, envelope_of
-from dgc.core.protocol import Compressor, DenseResult, Reduced, Use, check_choice, first_nonfinite_message
+from dgc.core.envelope import Envelope, Flags, count_of, envelope_of
+from dgc.core.protocol import (
+    Compressor,
+    DenseResult,
+    Reduced,
+    Report,
+    Use,
+    check_choice,
+    first_nonfinite_message,
+    overflow_message,
+)
 from dgc.core.state import State, Tables, check_tensor, flat_from, largest_count, parts_of, zeros
 from dgc.core.values import CastValues
 from dgc.kernels.lowrank import Cast, SentUpdate, consecutive
@@ -230,19 +239,44 @@ def append_(products: Products, X: Factor, Y: Factor, even: bool) -> None:
 
 @dataclass(eq=False)
 class _Step:
-    """sent: this rank's update. mean: U and W of the mean update, by batch. dense: the rest of it, [D]. reports:
-    what all ranks say of their gradients, if it is on a device. nonfinite: for each rank the number of its first
-    tensor with NaN or inf. largest: largest magnitude in the reply to each half step, as far as the host knows it.
-    largest_bits: bits of the largest magnitude in the factors and the rest of the mean, found by the device.
+    """sent: this rank's update. mean: U and W of the mean update, by batch. dense: the rest of it, [D]. flags: of
+    all ranks' gradients. largest: largest magnitude in the reply to each half step, as far as the host
+    knows it. largest_bits: bits of the largest magnitude in the factors and the rest of the mean, found by the
+    device.
     """
 
     sent: SentUpdate = field(default_factory=SentUpdate)
     mean: Products = field(default_factory=list)
     dense: Tensor = NOTHING
-    reports: Unchecked[UInt8[Tensor, "nbytes"]] | None = None
-    nonfinite: list[int] = field(default_factory=list)
+    flags: Flags = field(default_factory=Flags)
     largest: list[float] = field(default_factory=list)
     largest_bits: Int32[Tensor, "1"] | None = None
+
+
+def _result(layout: Layout, step: _Step) -> DenseResult:
+    """The result of a step whose mean is in the bucket."""
+    bucket, flags = layout.bucket, step.flags
+    R = max((U.shape[1] for U, _ in step.mean), default=1)
+
+    def in_range(largest: float) -> bool:
+        """Whether no element can overflow: it is a sum of R products with one factor of at most 1."""
+        return R * largest < torch.finfo(bucket.dtype).max  # False for NaN
+
+    def message(nonfinite: Sequence[int]) -> str | None:
+        return first_nonfinite_message(bucket, map(layout.number_of, nonfinite)) if any(nonfinite) else None
+
+    if flags.values is not None:
+        return DenseResult(message(flags.values), is_finite=all(map(in_range, step.largest)))
+
+    bits = () if step.largest_bits is None else (step.largest_bits,)
+    words = count_of(flags.numbers)
+
+    def explain(numbers: list[int]) -> str | None:
+        largest = [*step.largest, *(unpack("f", pack("i", number))[0] for number in numbers[words:])]
+        reason = message(flags.check(numbers[:words]))
+        return reason if reason is not None or all(map(in_range, largest)) else overflow_message(bucket)
+
+    return DenseResult(is_finite=True, reports=(Report(flags.numbers + bits, explain),))
 
 
 @checked
@@ -353,21 +387,8 @@ class PowerSGDCompressor(Compressor):
         P, Q = yield from (self._residual if residual else self._paper)(state, step)
         h = state.half_steps + (self.num_iters_per_step if residual and state.layout.batches else 0)
         state.layout.write(step.mean, step.dense, step.largest_bits)
-        if step.reports is not None:  # one read of all that only the device knows
-            bits = [] if step.largest_bits is None else [step.largest_bits]
-            words = step.reports.scalars
-            assert isinstance(words, Tensor)
-            numbers = yield from read(torch.cat([words, *bits]))
-            step.largest += [unpack("f", pack("i", numbers.pop()))[0] for _ in bits]
-            step.nonfinite = step.reports.check(numbers)
-        R = max((U.shape[1] for U, _ in step.mean), default=1)
-        # An element is a sum of R products with one factor of at most 1. This bound usually avoids the search.
-        in_range = all(R * largest < torch.finfo(bucket.dtype).max for largest in step.largest)  # False for NaN
         new = state.next(P=P, Q=Q, half_steps=h, deferred=step.sent)
-        message = None
-        if any(step.nonfinite):
-            message = first_nonfinite_message(bucket, map(state.layout.number_of, step.nonfinite))
-        return Reduced(DenseResult(message, is_finite=in_range), new, dropped=state.changed(deferred=None))
+        return Reduced(_result(state.layout, step), new, dropped=state.changed(deferred=None))
 
     def _residual(self, state: PowerSGDState, step: _Step) -> Conversation[tuple[Factor, Factor]]:
         factors = {"P": state.P, "Q": state.Q}
@@ -407,11 +428,7 @@ class PowerSGDCompressor(Compressor):
             bucket.release()
             step.sent.rounding_errors, step.largest_bits = message.rounding_errors, message.largest
             assert message.first_nonfinite is not None
-            mean, reports = yield from state.envelope.reduce_unchecked(message.numbers, message.first_nonfinite)
-            if isinstance(reports.scalars, Tensor):  # on a device, and not read before the end of the step
-                step.reports = reports
-            else:
-                step.nonfinite = reports.check((yield from read(reports.scalars)))
+            mean, step.flags = yield from state.envelope.reduce(message.numbers, message.first_nonfinite)
         else:
             # M is v without what this step has sent so far
             message = lowrank.project(state.v, layout.batches, step.sent.products, *work)

@@ -128,8 +128,8 @@ class ChunkCompressor(SparseCompressor):
         bucket.release()  # the gradients are accumulated and need no copy
         chunks = divide(bucket.numel, self.chunk_size, state.exchange.payload.ratio)
         norms = backend.selection.moments(v, state.constants["bounds"]).magnitudes.float()
-        sums, nonfinite = yield from state.exchange.envelope.reduce(norms, first_nonfinite, "sum")
-        if invalid := first_nonfinite_message(bucket, nonfinite):
+        sums, flags = yield from state.exchange.envelope.reduce(norms, first_nonfinite, "sum")
+        if invalid := first_nonfinite_message(bucket, (yield from flags.read())):
             return Reduced(DenseResult(invalid), state, dropped=state)  # every rank drops the step
         chosen = largest(sums, chunks.sent)
         elements = torch.cat([v[c * chunks.length :][: chunks.length] for c in chosen.tolist()])

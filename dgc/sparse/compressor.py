@@ -38,14 +38,13 @@ from dgc.core.envelope import sealed_bytes
 from dgc.core.momentum import MomentumCorrection
 from dgc.core.protocol import (
     Compressor,
-    DenseResult,
     Position,
     Reduced,
     Run,
     Use,
     check_choice,
-    first_nonfinite_message,
     fraction_of,
+    reported,
 )
 from dgc.kernels import PassInputs, SparseVector
 from dgc.sparse.cuda_graphs import addresses_of, graph_of
@@ -191,10 +190,9 @@ class SparseCompressor(Compressor):
         # The reply may overwrite its message. The state needs v until the step is known to be valid.
         bucket.release()  # the gradients are accumulated and need no copy
         message = bucket.flat.copy_(values) if values.dtype == bucket.dtype else values.clone()
-        mean, nonfinite = yield from state.exchange.envelope.reduce(message, first_nonfinite)
+        mean, flags = yield from state.exchange.envelope.reduce(message, first_nonfinite)
         bucket.flat.copy_(mean)
-        result = DenseResult(first_nonfinite_message(bucket, nonfinite))
-        return Reduced(result, state.changed(errors=errors), dropped=state)
+        return Reduced(reported(bucket, flags), state.changed(errors=errors), dropped=state)
 
     def _dense_is_cheaper(self, payload: PayloadPlan, size: int) -> bool:
         size = max(2, size)  # one process uses the rule for two

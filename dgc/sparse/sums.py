@@ -25,13 +25,14 @@ import dgc.kernels as kernels
 from dgc.comm.meter import all_gather_wire_bytes
 from dgc.comm.requests import AllGather, AllToAll, Conversation, read
 from dgc.core.bucket import Bucket
+from dgc.core.dense import place_of_mean
 from dgc.core.envelope import Envelope
 from dgc.core.protocol import (
-    DenseResult,
     Position,
     Result,
     SparseResult,
     first_nonfinite_message,
+    reported_mean,
     sparse_overflow_message,
 )
 from dgc.kernels import Budget, Merged, NativeMeanDecoder, SparseVector
@@ -113,13 +114,14 @@ class AllGatherExchange(SparseExchange):
         is_dense = bucket.dtype == torch.float32
         if isinstance(decoder, NativeMeanDecoder) and (self.wants_sparse or not is_dense):
             result = yield from result_of(bucket, *plan.mean(decoder, payloads, self.size))
-        elif decoder is None or not is_dense:
+        elif decoder is None:
             result = yield from self.mean_of(bucket, *(yield from self.decode(payloads, plan)))
         else:
             bucket.release()  # the gradients are accumulated and need no copy
-            written = plan.mean_into_(bucket.flat, decoder, payloads, self.size)
-            finite, nonfinite = written.check((yield from read(written.numbers)))
-            result = DenseResult(first_nonfinite_message(bucket, nonfinite), is_finite=finite)
+            mean = place_of_mean(bucket)
+            result = reported_mean(bucket, plan.mean_into_(mean, decoder, payloads, self.size))
+            if not is_dense:
+                bucket.flat.copy_(mean)
         return result, encoded.sent, None
 
 

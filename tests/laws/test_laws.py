@@ -17,6 +17,7 @@ from dgc import testing
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import Compressor, DenseCompressor, TwoPhaseCompressor
 from dgc.contrib import DoubleSqueezeCompressor, RandomKCompressor
+from dgc.core.envelope import Flags
 from dgc.core.state import State
 from dgc.optim import DGCSGD, DistributedOptimizer
 
@@ -294,8 +295,8 @@ class Whole(RandomKCompressor):
 def broken(change: Callable[..., Any]) -> type[Whole]:
     class Broken(Whole):
         def exchange(self, bucket: Any, state: Any, *given: Any) -> Any:
-            mean, kept, numbers = yield from super().exchange(bucket, state, *given)
-            return change(state.rank, mean, kept, numbers)
+            mean, kept, flags = yield from super().exchange(bucket, state, *given)
+            return change(state.rank, mean, kept, flags)
 
     return Broken
 
@@ -331,13 +332,17 @@ class KeepsDropped(Whole):
         return replace(reduced, dropped=reduced.state)
 
 
+NONE_BAD = Flags(values=[0])
 BROKEN: list[tuple[Callable[[], Compressor], str]] = [
-    (broken(lambda rank, mean, kept, numbers: (mean + 1e-6 * rank, kept, numbers)), "equal replicas"),
-    (broken(lambda rank, mean, kept, numbers: (mean, 0.999 * kept, numbers)), "nothing lost"),
+    (broken(lambda rank, mean, kept, flags: (mean + 1e-6 * rank, kept, flags)), "equal replicas"),
+    (broken(lambda rank, mean, kept, flags: (mean, 0.999 * kept, flags)), "nothing lost"),
     (Restarts, "state"),
     (Shares, "state: steps change one that was saved"),
     (KeepsDropped, "dropped steps: what was sent"),
-    (broken(lambda rank, mean, kept, numbers: (mean, kept, [0] * len(numbers))), "dropped steps: .* reported"),
+    (
+        broken(lambda rank, mean, kept, flags: (mean, kept, Flags(values=[0] * len(flags.values)))),
+        "dropped steps: .* reported",
+    ),
 ]
 
 

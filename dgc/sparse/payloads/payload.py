@@ -10,18 +10,18 @@ Every error names the rank whose payload is not valid.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TypeAlias
 from zlib import crc32
 
 import torch
-from jaxtyping import Float32, Int32, Int64, UInt8
+from jaxtyping import Float32, Int64, UInt8
 from torch import Tensor
 
 from dgc.core.arguments import checked
-from dgc.core.envelope import PayloadError, Unchecked, check_sizes, refuse_changed, refuse_other_terms
+from dgc.core.envelope import PayloadError, Unchecked, Written, check_sizes, refuse_changed, refuse_other_terms
 from dgc.core.values import CastValues, ValueFormat
 from dgc.kernels.payload import HEADER_BYTES, WORDS, Codec, Layout, MeanDecoder, Terms
 from dgc.kernels.payload.native import NativeMeanDecoder
@@ -44,28 +44,6 @@ class Encoded:
     payload: UInt8[Tensor, "nbytes"]
     sent: SparseVector
     own: Float32[Tensor, "capacity"]
-
-
-@dataclass(frozen=True, eq=False)
-class Written:
-    """A mean that is written and not checked yet.
-
-    Attributes:
-        numbers: WORDS numbers per payload, and whether the mean is finite.
-        check_words: As `Unchecked.check`.
-    """
-
-    numbers: Int32[Tensor, "numbers"]
-    check_words: Callable[[Sequence[int]], list[int]]
-
-    def check(self, numbers: Sequence[int]) -> tuple[bool, list[int]]:
-        """Given the values of `numbers`, return whether the mean is finite, and the numbers of `decode`."""
-        nonfinite = self.check_words(numbers[:-1])
-        return bool(numbers[-1]), nonfinite
-
-    def wait(self) -> tuple[bool, list[int]]:
-        """Wait for the device, and return what `check` does."""
-        return self.check(self.numbers.tolist())
 
 
 @checked
@@ -199,7 +177,7 @@ class PayloadPlan:
 
     def mean_into_(
         self, dense: Float32[Tensor, "n"], decoder: MeanDecoder, payloads: Payloads, size: int
-    ) -> "Written":
+    ) -> Written:
         """Write the mean over `size` ranks into a tensor, without waiting for the device.
 
         The decoder must take such payloads. After an error the content of `dense` is undefined.

@@ -1,0 +1,134 @@
+"""On a GPU the host reads once in a step, at its end, whatever the number of buckets and rounds.
+
+Triton's interpreter shows it without a GPU: tensors of the CPU count as tensors of a device.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from kernels.interpreter import DEVICE
+from kernels.interpreter import interpreter as interpreter
+
+from dgc import compression, kernels
+from dgc.comm import TrafficMeter
+from dgc.comm.lockstep import LockstepWorld
+from dgc.comm.requests import Read
+from dgc.comm.staging import HostCopy
+from dgc.core.bucket import make_bucket
+from dgc.engine.buckets import PlannedBucket, keep_states
+from dgc.engine.loop import Engine
+from dgc.memory import DGCSGDMemory, ResidualMemory
+from dgc.sparse import payloads as formats
+
+BUCKETS = 2
+SHAPES = {"a": (6, 8), "b": (5,)}
+
+
+@pytest.fixture(autouse=True)
+def triton_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_asked", "triton")
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What the host reads from the device: "step" at the end of a step, "method" where a method waits."""
+    found: list[str] = []
+    monkeypatch.setattr("dgc.comm.requests.HOST", "none")
+
+    def read(numbers: torch.Tensor) -> Read:
+        found.append("method")
+        return Read(numbers)
+
+    def copy(numbers: torch.Tensor) -> HostCopy:
+        found.append("step")
+        return HostCopy(numbers)
+
+    monkeypatch.setattr("dgc.comm.requests.Read", read)
+    monkeypatch.setattr("dgc.engine.loop.HostCopy", copy)
+    yield found
+
+
+def engine_of(transport: Any, compressor: Any, dtype: torch.dtype = torch.float32) -> Engine:
+    parameters = {name: torch.zeros(shape, dtype=dtype, device=DEVICE) for name, shape in SHAPES.items()}
+    planned = [
+        PlannedBucket(
+            make_bucket(f"bucket{b}", [(f"{b}.{name}", p) for name, p in parameters.items()]),
+            compressor,
+            tuple(parameters.values()),
+        )
+        for b in range(BUCKETS)
+    ]
+    keep_states(planned, transport.size, transport.rank)
+    return Engine([[plan] for plan in planned], transport, TrafficMeter(), "test")
+
+
+def step(engine: Engine, seed: int, bad: int | None = None) -> str | None:
+    """One step over gradients that differ between steps. bad: the bucket with a NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    for g, (plan,) in enumerate(engine.groups):
+        plan.bucket.flat.copy_(torch.randn(plan.bucket.numel, generator=generator))
+        if g == bad:
+            plan.bucket.flat[-1] = torch.nan
+        engine.start(g)
+        engine.advance()
+    return engine.finish().nonfinite
+
+
+def dgc_with(values: Any, indices: Any) -> Any:
+    return compression.DGCCompressor(0.05, DGCSGDMemory(0.9), values=values, indices=indices)
+
+
+METHODS: dict[str, Any] = {
+    "dense": compression.DenseCompressor,
+    "fp16": compression.FP16Compressor,
+    "bf16": compression.BF16Compressor,
+    "DGC": lambda: dgc_with("fp16", "int32"),
+    "DGC, signs and Rice code": lambda: dgc_with(formats.SignValues(), formats.RiceIndices()),
+    "DGC, 8 bits, packed": lambda: dgc_with(formats.Int8Values(), formats.PackedIndices()),
+    "DGC at ratio 1": lambda: compression.DGCCompressor(1.0, DGCSGDMemory(0.9)),
+    "top-k": lambda: compression.SparseCompressor(0.05, ResidualMemory()),
+    "signs": compression.ScaledSignCompressor,
+    "QSGD": compression.QSGDCompressor,
+    "signSGD": compression.SignSGDCompressor,
+    "2 bits": compression.ThresholdCompressor,
+    "2 bits, scattered": lambda: compression.ThresholdCompressor(wire="scatter"),
+    "two phases, 8 bits": compression.TwoPhaseCompressor,
+    "two phases, 4 bits": lambda: compression.TwoPhaseCompressor(4, hadamard=True),
+    "PowerSGD": lambda: compression.PowerSGDCompressor(2, min_compression_rate=0),
+    "PowerSGD, paper": lambda: compression.PowerSGDCompressor(2, mode="paper", min_compression_rate=0),
+    "EF21": lambda: compression.EF21Compressor(compression.ScaledSignCompressor()),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_host_reads_once_per_step(name: str, reads: list[str]) -> None:
+    engine = engine_of(LockstepWorld(1).transports[0], METHODS[name]())
+    for seed in range(2):
+        reads.clear()
+        assert step(engine, seed) is None
+        assert reads == ["step"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["DGC", "DGC, signs and Rice code", "signs", "PowerSGD", "two phases, 8 bits"])
+def test_the_host_reads_once_per_step_of_gradients_in_16_bits(
+    name: str, dtype: torch.dtype, reads: list[str]
+) -> None:
+    engine = engine_of(LockstepWorld(1).transports[0], METHODS[name](), dtype)
+    assert step(engine, 0) is None
+    assert reads == ["step"]
+
+
+def test_a_method_that_needs_a_number_to_continue_reads_it_in_each_bucket(reads: list[str]) -> None:
+    engine = engine_of(LockstepWorld(1).transports[0], compression.ChunkCompressor(0.1, DGCSGDMemory(0.9), 32))
+    assert step(engine, 0) is None
+    assert reads == ["method"] * 2 * BUCKETS
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_rank_with_nan_is_named_at_the_end_of_the_step(name: str, reads: list[str]) -> None:
+    engine = engine_of(LockstepWorld(1).transports[0], METHODS[name]())
+    assert "gradient of 1.b on rank 0 has NaN" in str(step(engine, 0, bad=1))
+    assert step(engine, 1) is None
