@@ -88,6 +88,7 @@ def main(words: Iterable[str] | None = None) -> int:
 
     if args.launches:
         found = {"launches": steps.print_launches(device), "bytes": steps.print_bytes()}
+        found["host"] = steps.print_host_cost()
         print_json({"benchmark": "gpu", **versions, **found})
         return 0
     parts, tried = steps.Parts(args.minutes), 0

@@ -99,8 +99,12 @@ class Ours(Stateful):
         super().__init__(buckets, device)
         self.name = f"{backend}, {type(selector).__name__.lower()}"
         self.is_slow = backend == "reference"
-        self.backend, self.selector, self.wire, self.momentum = backend, selector, wire, momentum
+        self.backend, self.selector, self.momentum = backend, selector, momentum
         self.plans = [plan_selection(bucket, ratio, torch.device(device)) for bucket in buckets]
+        self.payloads = [
+            PayloadPlan(wire, plan.per_tensor, sum(sizes))
+            for plan, sizes in zip(self.plans, self.sizes, strict=True)
+        ]
         self.steps = 0
 
     def step(self, gradients: list[Tensor]) -> None:
@@ -116,9 +120,8 @@ class Ours(Stateful):
         return self.selector.select(inputs, self.plans[i], self.steps)
 
     def send(self, i: int, selected: SelectorResult) -> None:
-        v = self.v[i]
-        payload = PayloadPlan(self.wire, self.plans[i].per_tensor, v.numel())
-        encoded = payload.encode(kernels.of(v).codec, selected.elements, selected.first_nonfinite)
+        codec = kernels.of(self.v[i]).codec
+        encoded = self.payloads[i].encode(codec, selected.elements, selected.first_nonfinite)
         self.sent[i] = encoded.sent
 
 

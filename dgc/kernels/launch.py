@@ -1,12 +1,13 @@
 """Launches, and cached tables for one launch per bucket. Tables are made without waiting for the device."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
 from inspect import signature
 from itertools import accumulate
+from operator import attrgetter, itemgetter, or_
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -23,19 +24,96 @@ LARGEST = torch.iinfo(torch.int32).max
 
 
 class Launcher:
-    """Launches kernels on the device of the tensor `near`."""
+    """Launches kernels on the device of the tensor `near`.
+
+    Triton examines every argument of every launch to find the compiled kernel, which takes several times as long
+    as the launch. Here compiled kernels are kept under a key that tells apart whatever Triton specializes on:
+
+        the kernel, the device, and the types of the arguments
+        the dtype of each tensor, and whether it begins at a multiple of 16 bytes
+        the constants (tl.constexpr)
+        whether a number needs 64 bits; if it is not declared in do_not_specialize, also whether it is 1, and
+            whether it is a multiple of 16
+
+    The first launch of a key is Triton's own. Hooks of Triton's profilers see only those.
+    """
 
     def __init__(self, interpreted: bool):
         self.interpreted = interpreted
+        self._sites: dict[tuple[int, tuple[type, ...]], _Site] = {}
 
     def __call__(self, kernel: Any, near: Tensor, programs: int, *arguments: object) -> None:
         if programs == 0:
             return
-        if self.interpreted and near.is_cuda:
+        if not near.is_cuda:
+            self._launch_by_triton(kernel, programs, arguments)
+            return
+        if self.interpreted:
             raise ValueError("Triton's interpreter (TRITON_INTERPRET=1) cannot follow pointers to a GPU's memory")
-        with torch.cuda.device(near.device) if near.is_cuda else nullcontext():
-            # no FMA, which would skip the rounding of products
-            kernel[(programs,)](*arguments, num_warps=WARPS, enable_fp_fusion=False)
+        device = near.get_device()
+        if device == torch.cuda.current_device():
+            self.launch_on(device, kernel, programs, arguments)
+        else:
+            with torch.cuda.device(device):
+                self.launch_on(device, kernel, programs, arguments)
+
+    def launch_on(self, device: int, kernel: Any, programs: int, arguments: tuple[Any, ...]) -> None:
+        """Launch a kernel on the current device."""
+        types = tuple(map(type, arguments))
+        site = self._sites.get((id(kernel), types))
+        if site is None:
+            site = self._sites[id(kernel), types] = _Site(kernel, types)
+        key = device, site.key(arguments)
+        compiled = site.compiled.get(key)
+        if compiled is None:
+            site.compiled[key] = self._launch_by_triton(kernel, programs, arguments)
+            return
+        stream = current_stream(torch.device("cuda", device)) if _raw_stream is None else _raw_stream(device)
+        # grid, stream, kernel, and no data for hooks
+        compiled.run(
+            programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments
+        )
+
+    def _launch_by_triton(self, kernel: Any, programs: int, arguments: Sequence[Any]) -> Any:
+        # no FMA, which would skip the rounding of products
+        return kernel[(programs,)](*arguments, num_warps=WARPS, enable_fp_fusion=False)
+
+
+class _Site:
+    """Where a kernel is called with arguments of these types, and its compiled variants by the rest of the key."""
+
+    def __init__(self, kernel: Any, types: tuple[type, ...]):
+        self.kernel = kernel  # its id is a key, so it must not be deleted
+        self.compiled: dict[Any, Any] = {}
+        given = list(zip(range(len(types)), types, kernel.params, strict=True))
+        variable = [(i, kind, p) for i, kind, p in given if not p.is_constexpr]
+        self._constants = _picker([i for i, _, p in given if p.is_constexpr])
+        self._tensors = _picker([i for i, kind, _ in variable if issubclass(kind, Tensor)])
+        self._numbers = _picker([i for i, kind, _ in variable if kind is int])
+        self._special = _picker([i for i, kind, p in variable if kind is int and not p.do_not_specialize])
+
+    def key(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return all but kernel, device and types, mostly by functions that run in C."""
+        tensors, numbers, special = self._tensors(arguments), self._numbers(arguments), self._special(arguments)
+        places = tuple(map(Tensor.data_ptr, tensors))
+        sizes: tuple[Any, ...] = ()
+        ones: tuple[Any, ...] = ()
+        aligned: Any = reduce(or_, places, 0) % 16 == 0 or tuple(place % 16 == 0 for place in places)
+        if max(numbers, default=0) > LARGEST or min(numbers, default=0) < -LARGEST - 1:
+            sizes = tuple((x > LARGEST or x < -LARGEST - 1, x >= 2**63) for x in numbers)
+        if special:
+            ones = tuple((x == 1, x % 16 == 0) for x in special)
+        return tuple(map(_dtype, tensors)), aligned, sizes, ones, self._constants(arguments)
+
+
+def _picker(places: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """Return a function of a tuple that returns its entries at these places."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    return lambda values: tuple(values[place] for place in places)
+
+
+_dtype, _device = attrgetter("dtype"), attrgetter("device")
 
 
 SECTOR = 32  # bytes that a GPU moves for an element that no neighbour in the same access shares
@@ -133,6 +211,10 @@ class Tiling:
     def count(self) -> int:
         return self.table.shape[1]
 
+    @property
+    def n_segments(self) -> int:
+        return self.first.numel()
+
 
 class Tilings:
     """A cache of tilings by the tensor of bounds, the lengths of the pieces and the creating stream."""
@@ -222,9 +304,6 @@ def zeros_on(device: torch.device, n: int) -> Int32[Tensor, "n"]:
     zeros = _zeros.get(key)
     if zeros is None or zeros.numel() < n:
         zeros = _zeros[key] = torch.zeros(1 << (n - 1).bit_length(), dtype=torch.int32, device=device)
-    holder = _holder.get()
-    if holder is not None:
-        holder.append(zeros)
     return zeros[:n]
 
 
@@ -236,10 +315,16 @@ def pointers(
     Raises:
         TypeError: A tensor has another dtype or device, or is not contiguous.
     """
-    for t in tensors:
-        if t is not None and not (t.dtype is dtype and t.device == device and t.is_contiguous()):
-            raise TypeError(refusal(t, dtype, str(device)))
-    return on_device(tuple(0 if t is None else t.data_ptr() for t in tensors), torch.int64, device)
+    given = [t for t in tensors if t is not None]
+    # by functions that run in C, because there may be hundreds of gradients
+    alike = {dtype}.issuperset(map(_dtype, given)) and {device}.issuperset(map(_device, given))
+    if not (alike and all(map(Tensor.is_contiguous, given))):
+        wrong = (t for t in given if t.dtype != dtype or t.device != device or not t.is_contiguous())
+        raise TypeError(refusal(next(wrong), dtype, str(device)))
+    addresses = tuple(map(Tensor.data_ptr, given))
+    if len(given) < len(tensors):
+        addresses = tuple(0 if t is None else t.data_ptr() for t in tensors)
+    return on_device(addresses, torch.int64, device)
 
 
 def as_rows(tensors: Sequence[Tensor], unit: int = 1) -> Tensor:
@@ -256,6 +341,13 @@ def as_rows(tensors: Sequence[Tensor], unit: int = 1) -> Tensor:
     return torch.stack(list(tensors))
 
 
+_raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
 def current_stream(device: torch.device) -> int:
     """Return the current stream, as a cache key: only work of the creating stream is ordered after a table."""
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    if device.type != "cuda":
+        return 0
+    if device.index is None or _raw_stream is None:
+        return torch.cuda.current_stream(device).cuda_stream
+    return _raw_stream(device.index)  # makes no object, as Triton itself asks

@@ -135,17 +135,19 @@ class TritonCodec(Codec):
     def _encode_plain(
         self, selection: SparseVector, layout: Layout, limit: float, header: tuple[Any, ...], terms: Terms
     ) -> tuple[UInt8[Tensor, "nbytes"], Float32[Tensor, "capacity"]]:
-        assert layout.values is not None
-        values, capacity = selection.values, layout.indices.capacity
-        payload = torch.empty(layout.nbytes, dtype=torch.uint8, device=values.device)
-        decoded, counters = torch.empty_like(values), counters_on(values.device, current_stream(values.device))
-        largest = self._largest(selection) if layout.values in SCALED_KINDS else None
-        programs = max(1, blocks(capacity))  # the header is written without elements too
+        kind = layout.values
+        assert kind is not None
+        values, device, capacity = selection.values, selection.values.device, layout.indices.capacity
+        payload = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
+        decoded = torch.empty(capacity, dtype=torch.float32, device=device)
+        counters = counters_on(device, current_stream(device))
+        largest = self._largest(selection) if kind in SCALED_KINDS else None
+        programs = -(-capacity // BLOCK) or 1  # the header is written without elements too
         what = (selection.indices, values, selection.count, *header)
         place = (payload, layout.value_bytes.start, layout.nbytes, decoded)
         where = (capacity, limit, largest, *place, *terms.words, counters, programs)
-        kind = (layout.indices.kind == IndexKind.INT64, int(layout.values), BLOCK)
-        self._launch(write_plain, values, programs, *what, *where, *kind)
+        variant = (layout.indices.kind == IndexKind.INT64, int(kind), BLOCK)
+        self._launch(write_plain, values, programs, *what, *where, *variant)
         return payload, decoded
 
     def _largest(self, selection: SparseVector) -> Int32[Tensor, ""]:

@@ -8,7 +8,8 @@ elements of a bucket's flat buffer, which has fewer than 2**31 elements.
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Float32, Float64, Int32, Int64
@@ -34,11 +35,13 @@ class Budget:
         bounds: Segment s is bounds[s] .. bounds[s+1] - 1. Segments cover the buffer: bounds[0] = 0, bounds[S] = n.
         ks: Number of elements per segment.
         capacity: The sum of ks.
+        kept: What a backend has made for its selections with this budget.
     """
 
     bounds: Int64[Tensor, "bounds"]
     ks: Int64[Tensor, "S"]
     capacity: int
+    kept: dict[Any, Any] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, eq=False)

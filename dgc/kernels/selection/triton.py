@@ -22,7 +22,7 @@ from typing import Any, no_type_check
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float32, Int32, Int64
+from jaxtyping import Int32, Int64
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -884,16 +884,54 @@ class Parts:
 
 
 @dataclass(frozen=True, eq=False)
-class Candidates:
-    """Elements at or above their lower bound, in slots of their tile, and gathered by segment from rooms[s] on."""
+class Common:
+    """What the selections of one budget have in common, so that a step looks up nothing else.
 
-    expected: Prediction
-    slots: int
-    held: Int32[Tensor, "tiles"]
-    values: Float32[Tensor, "slots"]
-    lanes: Int32[Tensor, "slots"]
+    Attributes:
+        slots: Candidates that a tile can hold: eight times the selected elements. 0 without candidates.
+        zeros: Histograms, and counters of programs by segment.
+        arrived: Counters of programs by group of tiles.
+        n_rows: Number of histograms.
+        results, scratch: Sizes of the parts of `Results` and `Scratch`.
+    """
+
+    tiling: Tiling
+    n_tiles: int
     parts: Parts
-    gathered: Float32[Tensor, "room"]
+    n_parts: int
+    n_segments: int
+    n_groups: int
+    slots: int
+    zeros: Int32[Tensor, "zeros"]
+    arrived: Int32[Tensor, "groups"]
+    n_rows: int
+    results: tuple[int, ...]
+    scratch: tuple[int, ...]
+
+
+class Scratch:
+    """What a selection needs until its end, in one tensor, whose parts begin at multiples of 16 bytes.
+
+    Attributes:
+        values, lanes: Slots of the tiles for the elements at or above their lower bound. held: how many they have.
+        gathered: The same elements by segment.
+        prefixes, wanted, limits: By segment.
+        tallies, groups: By tile, and by group of tiles.
+    """
+
+    def __init__(self, sizes: tuple[int, ...], device: torch.device):
+        words = torch.empty(sum(sizes), dtype=torch.int32, device=device)
+        values, self.lanes, gathered, tallies, groups, *rest = words.split_with_sizes(sizes)
+        self.held, self.prefixes, self.wanted, self.limits = rest
+        self.values, self.gathered = values.view(torch.float32), gathered.view(torch.float32)
+        self.tallies, self.groups = tallies.view(torch.int64), groups.view(torch.int64)
+
+    @staticmethod
+    def sizes(n_slots: int, room: int, n_tiles: int, n_groups: int, n_segments: int) -> tuple[int, ...]:
+        """Return the number of words of each part."""
+        held = n_tiles if n_slots else 0
+        each = n_slots, n_slots, room, 2 * n_tiles, 2 * (n_groups + 1), held, *[n_segments] * 3
+        return tuple(-(-size // 4) * 4 for size in each)
 
 
 class Results:
@@ -906,18 +944,19 @@ class Results:
         largest: The bits of the largest selected magnitude.
     """
 
-    def __init__(self, segments: int, capacity: int, device: torch.device, cleared: bool = True):
-        begin = 4 * segments + 4  # of the values, which are aligned for wide accesses
-        middle = begin + -(-capacity // 4) * 4
-        make = torch.zeros if cleared else torch.empty
-        words = make(middle + capacity + segments + 3, dtype=torch.int32, device=device)
+    def __init__(self, sizes: tuple[int, ...], device: torch.device, cleared: bool = True):
+        words = (torch.zeros if cleared else torch.empty)(sum(sizes), dtype=torch.int32, device=device)
         self.words = None if cleared else words
-        self.counts = words[: 4 * segments].view(torch.int64)
-        self.first = words[4 * segments : 4 * segments + 2].view(torch.int64)[0]
-        self.values = words[begin : begin + capacity].view(torch.float32)
-        self.indices = words[middle : middle + capacity]
-        self.fill = words[middle + capacity : -3]
-        self.missed, self.count, self.largest = words[-3:].unbind()
+        counts, first, _, values, _, self.indices, _, self.fill, _, last = words.split_with_sizes(sizes)
+        self.counts = counts.view(torch.int64)
+        self.first = first.view(torch.int64)[0]
+        self.values = values.view(torch.float32)
+        self.missed, self.count, self.largest = last.unbind()
+
+    @staticmethod
+    def sizes(segments: int, capacity: int) -> tuple[int, ...]:
+        """Return the number of words of each part, and of what is between, so that it begins at 16 bytes."""
+        return 4 * segments, 2, 2, *(capacity, -capacity % 4) * 2, segments, -segments % 4, 3
 
 
 class TritonSelection(SelectionKernels):
@@ -953,29 +992,36 @@ class TritonSelection(SelectionKernels):
     def accumulate_into_(self, inputs: PassInputs, first: Int64[Tensor, ""]) -> None:
         """Do `accumulate_`, and lower `first` to the position of the first unusable element if there is one."""
         whole = on_device((0, inputs.v.numel()), torch.int64, inputs.v.device)
-        self._accumulate(inputs, self._tilings.of(whole, _lengths(inputs)), None, None, first)
+        self._accumulate(inputs, self._tilings.of(whole, _lengths(inputs)), first)
 
     def assign_(self, g: tuple[Tensor, ...], v: Dense) -> Int64[Tensor, ""]:
         inputs, whole = PassInputs(g, None, v), on_device((0, v.numel()), torch.int64, v.device)
         first = torch.full((), v.numel(), dtype=torch.int64, device=v.device)
-        self._accumulate(inputs, self._tilings.of(whole, _lengths(inputs)), None, None, first, ASSIGN.value)
+        self._accumulate(inputs, self._tilings.of(whole, _lengths(inputs)), first, ASSIGN.value)
         return first
 
     def accumulate_and_select_(
         self, inputs: PassInputs, budget: Budget, lower_bounds: Each | Prediction | None
     ) -> TopKResult:
-        tiling = self._tilings.of(budget.bounds, _lengths(inputs))
-        candidates = self._room_for_candidates(tiling, inputs.v.numel(), budget, lower_bounds)
-        takes = inputs.sent is not None and inputs.sent.values.numel() > 0
-        results = Results(budget.ks.numel(), budget.capacity, inputs.v.device, cleared=not takes)
-        self._accumulate(inputs, tiling, candidates, results, results.first)
-        return self._choose(inputs.v, tiling, budget, candidates, results)
+        v, sent = inputs.v, inputs.sent
+        known: Prediction | None = None
+        if lower_bounds is not None and budget.capacity * SPARSE <= v.numel():
+            if isinstance(lower_bounds, Prediction):
+                known = lower_bounds
+            else:
+                known = Prediction(lower_bounds, lower_bounds, 1.0)
+        common = self._common(budget, _lengths(inputs), v, known is not None)
+        takes = sent is not None and sent.values.numel() > 0
+        results = Results(common.results, v.device, cleared=not takes)
+        scratch = Scratch(common.scratch, v.device)
+        self._accumulate(inputs, common.tiling, results.first, known=known, to=(common, results, scratch))
+        return self._choose(v, budget, common, results, scratch)
 
     def select(self, v: Dense, budget: Budget, lower_bounds: Each | None = None) -> TopKResult:
         # Lower bounds never change the result and are ignored: collecting candidates would read v once more, which
         # only pays in a pass that reads it anyway.
-        tiling = self._tilings.of(budget.bounds, (v.numel(),))
-        return self._choose(v, tiling, budget, None, Results(budget.ks.numel(), budget.capacity, v.device))
+        common, device = self._common(budget, (v.numel(),), v, False), v.device
+        return self._choose(v, budget, common, Results(common.results, device), Scratch(common.scratch, device))
 
     def moments(self, v: Dense, bounds: Bounds) -> Moments:
         tiling, device = self._tilings.of(bounds, (v.numel(),)), v.device
@@ -1005,17 +1051,8 @@ class TritonSelection(SelectionKernels):
         self._take(sent, u, v, None)
 
     def _take(self, sent: SparseVector, u: Dense | None, v: Dense, words: Int32[Tensor, "words"] | None) -> None:
-        programs = blocks(sent.values.numel())
-        what = (
-            sent.indices,
-            sent.values,
-            sent.count,
-            u,
-            v,
-            words,
-            0 if words is None else words.numel(),
-            programs,
-        )
+        programs, n_words = blocks(sent.values.numel()), 0 if words is None else words.numel()
+        what = (sent.indices, sent.values, sent.count, u, v, words, n_words, programs)
         self._launch(take, v, programs, *what, u is not None, words is not None, BLOCK)
 
     def merge_mean(self, parts: Sequence[SparseVector], size: int, numel: int) -> Merged:
@@ -1060,55 +1097,60 @@ class TritonSelection(SelectionKernels):
         self,
         inputs: PassInputs,
         tiling: Tiling,
-        candidates: Candidates | None,
-        results: Results | None,
         first: Int64[Tensor, ""],
         form: int | None = None,
+        known: Prediction | None = None,
+        to: tuple[Common, Results, Scratch] | None = None,
     ) -> None:
-        """form: of the kernel. None: as in `inputs`."""
+        """form: of the kernel. None: as in `inputs`. to: if a selection follows, what it uses."""
+        u, v, launch = inputs.u, inputs.v, self._launch
         if inputs.sent is not None:
-            words = None if results is None else results.words
-            self._take(inputs.sent, inputs.u if inputs.masking else None, inputs.v, words)
-        factor = inputs.decay if inputs.u is None else inputs.momentum
+            self._take(inputs.sent, u if inputs.masking else None, v, None if to is None else to[1].words)
+        factor = inputs.decay if u is None else inputs.momentum
         if form is None:
-            form = 0 if inputs.u is None else 2 if inputs.nesterov else 1
-        sources = pointers(inputs.g, inputs.g[0].dtype, inputs.v.device)
-        work = (tiling.table, tiling.count, inputs.v.numel(), sources, inputs.u, inputs.v, float(factor), first)
-        variant = (FLOATS[inputs.g[0].dtype], form, results is not None)
-        if candidates is None or results is None:
-            nothing = (None, None, 1.0, None, None, tiling.first.numel(), None, None, None, None, None)
-            self._launch(accumulate, inputs.v, tiling.count, *work, *nothing, self.tile, 1, *variant, False)
+            form = 0 if u is None else 2 if inputs.nesterov else 1
+        dtype, n_tiles = inputs.g[0].dtype, tiling.count
+        sources = pointers(inputs.g, dtype, v.device)
+        work = (tiling.table, n_tiles, v.numel(), sources, u, v, float(factor), first)
+        variant = (FLOATS[dtype], form, to is not None)
+        if known is None or to is None:
+            nothing = (None, None, 1.0, None, None, tiling.n_segments, None, None, None, None, None)
+            launch(accumulate, v, n_tiles, *work, *nothing, self.tile, 1, *variant, False)
             return
-        known, own = candidates.expected, candidates
-        bounds = (known.last, known.before, known.margin, results.counts, results.fill, tiling.first.numel())
-        kept = (own.parts.rooms, own.gathered, own.held, own.values, own.lanes)
-        self._launch(
-            accumulate, inputs.v, tiling.count, *work, *bounds, *kept, self.tile, own.slots, *variant, True
-        )
+        common, results, own = to
+        bounds = (known.last, known.before, known.margin, results.counts, results.fill, common.n_segments)
+        kept = (common.parts.rooms, own.gathered, own.held, own.values, own.lanes)
+        launch(accumulate, v, n_tiles, *work, *bounds, *kept, self.tile, common.slots, *variant, True)
 
-    def _room_for_candidates(
-        self, tiling: Tiling, n: int, budget: Budget, lower_bounds: Each | Prediction | None
-    ) -> Candidates | None:
-        """Return empty slots for eight times the selected elements, at least `slots` per tile, if useful."""
-        if lower_bounds is None or budget.capacity * SPARSE > n:
-            return None
-        known = (
-            lower_bounds if isinstance(lower_bounds, Prediction) else Prediction(lower_bounds, lower_bounds, 1.0)
-        )
-        device, least = budget.ks.device, self.slots
-        expected = 1 << (8 * budget.capacity * self.tile // max(n, 1)).bit_length()
-        slots = min(max(expected, least), max(self.tile // 4, least))
-        held = torch.empty(tiling.count, dtype=torch.int32, device=device)
-        values = torch.empty(tiling.count * slots, dtype=torch.float32, device=device)
-        gathered = torch.empty(room_of(budget), dtype=torch.float32, device=device)
-        return Candidates(
-            known,
+    def _common(self, budget: Budget, lengths: tuple[int, ...], v: Dense, with_candidates: bool) -> Common:
+        """Return what is kept for a budget, gradients of these lengths, and the current stream."""
+        key = (self, lengths, with_candidates, current_stream(v.device))
+        common: Common | None = budget.kept.get(key)
+        if common is None:
+            common = budget.kept[key] = self._make_common(budget, lengths, v, with_candidates)
+        return common
+
+    def _make_common(self, budget: Budget, lengths: tuple[int, ...], v: Dense, with_candidates: bool) -> Common:
+        n, n_segments, capacity, least = v.numel(), budget.ks.numel(), budget.capacity, self.slots
+        tiling, parts = self._tilings.of(budget.bounds, lengths), self._parts_of(budget, n, with_candidates)
+        n_groups, n_rows = -(-tiling.count // GROUP), min(n_segments, n // self.part + 1)
+        expected = 1 << (8 * capacity * self.tile // max(n, 1)).bit_length()
+        slots = min(max(expected, least), max(self.tile // 4, least)) if with_candidates else 0
+        rows = n_rows * BINS.value + n_segments
+        zeros, room = zeros_on(v.device, rows + n_groups + 1), room_of(budget) if with_candidates else 0
+        return Common(
+            tiling,
+            tiling.count,
+            parts,
+            parts.table.shape[1],
+            n_segments,
+            n_groups,
             slots,
-            held,
-            values,
-            torch.empty_like(values, dtype=torch.int32),
-            self._parts_of(budget, n, True),
-            gathered,
+            zeros,
+            zeros[rows:],
+            n_rows,
+            Results.sizes(n_segments, capacity),
+            Scratch.sizes(tiling.count * slots, room, tiling.count, n_groups, n_segments),
         )
 
     def _parts_of(self, budget: Budget, n: int, with_candidates: bool) -> Parts:
@@ -1126,36 +1168,28 @@ class TritonSelection(SelectionKernels):
                 kept[place] = Parts(torch.cat([first, table], 1), first.shape[1], rooms)
         return kept[place]
 
-    def _choose(
-        self, v: Dense, tiling: Tiling, budget: Budget, candidates: Candidates | None, results: Results
-    ) -> TopKResult:
+    def _choose(self, v: Dense, budget: Budget, common: Common, results: Results, scratch: Scratch) -> TopKResult:
         """Select from v in five launches."""
-        device, segments, n, launch = v.device, budget.ks.numel(), v.numel(), self._launch
-        prefixes, wanted, limits = torch.empty(3, segments, dtype=torch.int32, device=device)
-        thresholds = torch.empty(segments, dtype=torch.float32, device=device)
-        n_groups = -(-tiling.count // GROUP)
-        sums = torch.empty(tiling.count + n_groups + 1, dtype=torch.int64, device=device)
-        tallies, groups = sums[: tiling.count], sums[tiling.count :]
-        held, values, lanes, gathered, slots = None, None, None, None, 1
-        if candidates is not None:
-            held, values, lanes, slots = candidates.held, candidates.values, candidates.lanes, candidates.slots
-            gathered = candidates.gathered
-        parts = self._parts_of(budget, n, False) if candidates is None else candidates.parts
-        n_rows = min(segments, n // self.part + 1)
-        zeros = zeros_on(device, n_rows * BINS.value + segments + n_groups + 1)
-        n_parts = parts.table.shape[1]
+        segments, n, launch, own = common.n_segments, v.numel(), self._launch, scratch
+        n_tiles, n_groups, n_parts, parts = common.n_tiles, common.n_groups, common.n_parts, common.parts
+        thresholds = torch.empty(segments, dtype=torch.float32, device=v.device)
+        has_candidates = common.slots > 0
+        held: tuple[Tensor | None, ...] = (None, None)
+        lanes, gathered, slots = None, None, 1
+        if has_candidates:
+            held, lanes, gathered, slots = (own.held, own.values), own.lanes, own.gathered, common.slots
         where = (parts.table, n_parts, parts.of_candidates, v, budget.bounds, budget.ks, results.counts)
-        stock = (results.fill, segments, parts.rooms, gathered, zeros, n_rows, prefixes, results.missed)
-        found = (limits, wanted, thresholds, results.largest, self.part)
+        stock = (results.fill, segments, parts.rooms, gathered, common.zeros, common.n_rows, own.prefixes)
+        found = (results.missed, own.limits, own.wanted, thresholds, results.largest, self.part)
         for shift, bits in DIGITS:
-            launch(choose, v, n_parts, *where, *stock, *found, shift, bits, candidates is not None)
-        work = (tiling.table, tiling.count, tiling.first, v, budget.ks, results.counts, segments, held, values)
-        sizes = (self.tile, slots, GROUP, candidates is not None)
-        summed = (limits, wanted, tallies, groups, n_groups)
-        ends = (zeros[n_rows * BINS.value + segments :], results.count, results.first, n)
-        launch(tally, v, tiling.count, *work, *summed, *ends, *sizes)
-        chosen_at = (results.indices, results.values)
-        launch(write, v, tiling.count, *work, lanes, *summed, *chosen_at, *sizes)
+            launch(choose, v, n_parts, *where, *stock, *found, shift, bits, has_candidates)
+        tiling = common.tiling
+        work = (tiling.table, n_tiles, tiling.first, v, budget.ks, results.counts, segments, *held)
+        sizes = (self.tile, slots, GROUP, has_candidates)
+        summed = (own.limits, own.wanted, own.tallies, own.groups, n_groups)
+        ends = (common.arrived, results.count, results.first, n)
+        launch(tally, v, n_tiles, *work, *summed, *ends, *sizes)
+        launch(write, v, n_tiles, *work, lanes, *summed, results.indices, results.values, *sizes)
         elements = SparseVector(results.indices, results.values, results.count, results.largest)
         return TopKResult(elements, thresholds, results.first, results.missed)
 
@@ -1166,7 +1200,7 @@ def room_of(budget: Budget) -> int:
 
 
 def _lengths(inputs: PassInputs) -> tuple[int, ...]:
-    return tuple(g.numel() for g in inputs.g)
+    return tuple(map(Tensor.numel, inputs.g))
 
 
 def _wide(dtype: torch.dtype) -> tl.dtype:
