@@ -60,7 +60,7 @@ configs.train.metric = Key(str | None, "acc/test_top1")
 # Average densely inside each machine, and compress only between machines: on, off, or auto (on if there are
 # several machines of several ranks each)
 configs.train.hierarchical = Key(str | bool, "auto")
-configs.train.bucket_mb = Key(float, 25.0, least=0.001)  # size of a bucket of gradients, in MB
+configs.train.bucket_mb = Key(float | None, least=0.001)  # size of a bucket of gradients in MB; None: by device
 # NaN or inf in a gradient: "skip" drops and counts the step, "raise" ends
 configs.train.nonfinite = Key(str, "skip")
 configs.train.kernels = Key(str, "auto")  # or "native" (CPU), "triton" (GPU), "reference" (plain torch)

@@ -191,7 +191,7 @@ class DDPExchange(GradientExchange):
         compression: Compressor | Route,
         optimizer: Optimizer | None = None,
         *,
-        bucket_mb: float = 25.0,
+        bucket_mb: float | None = None,
         transport: Transport | None = None,
         nonfinite: str = "skip",
         grad_scaler: Any = None,

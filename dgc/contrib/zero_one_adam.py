@@ -244,7 +244,7 @@ class ZeroOneSteps(Gossip):
         local_step_clipper: Largest interval between exchanges in steps, H. 1: no local steps.
         compression: Exchanges u, without momentum of its own. None: DoubleSqueezeCompressor, as 1-bit Adam.
         gradients: Exchanges the gradients of T_v. None sends them in fp32, `FP16Compressor()` in half the bytes.
-        bucket_mb: Largest size of a message's tensors in MB (2**20 bytes of fp32).
+        bucket_mb: Largest size of a message's tensors in MB. None: as `DistributedOptimizer`.
 
     Raises:
         ValueError: An argument is out of range, the optimizer is not a ZeroOneAdam, or it or the model differs
@@ -267,7 +267,7 @@ class ZeroOneSteps(Gossip):
         compression: Compressor | Route | None = None,
         gradients: StatelessCompressor | None = None,
         *,
-        bucket_mb: float = 25.0,
+        bucket_mb: float | None = None,
     ):
         self.schedule = ZeroOneSchedule(var_freeze_step, var_update_scaler, local_step_scaler, local_step_clipper)
         self.compression = as_route(DoubleSqueezeCompressor() if compression is None else compression)

@@ -18,6 +18,7 @@ from dgc.engine.state import BucketStates
 from dgc.warn import warn
 
 MEGABYTE = 1024 * 1024
+SMALL_MB, LARGE_MB = 25.0, 128.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,16 +107,26 @@ class PlannedBucket:
 
 
 def check_bucket_mb(bucket_mb: Any) -> None:
-    """Raise ValueError if the argument is not a positive number."""
-    require("a number", NUMBER, bucket_mb=bucket_mb)
-    if not bucket_mb > 0:
-        raise ValueError(f"bucket_mb must be positive, not {bucket_mb}")
+    """Raise ValueError if the argument is neither a positive number nor None."""
+    if bucket_mb is not None:
+        require("a number", NUMBER, bucket_mb=bucket_mb)
+        if not bucket_mb > 0:
+            raise ValueError(f"bucket_mb must be positive, not {bucket_mb}")
+
+
+def default_bucket_mb(nbytes: int, device: str) -> float:
+    """Return the largest size of a bucket in MB, for gradients of `nbytes` bytes on a type of device.
+
+    On a CPU a bucket is encoded while backward computes the next one. On a GPU, launches take longer than that
+    overlap saves, and a bucket costs the same number of them whatever its size: there are about four.
+    """
+    return SMALL_MB if device == "cpu" else min(LARGE_MB, max(SMALL_MB, nbytes / 4 / MEGABYTE))
 
 
 def plan_buckets(
     named_parameters: Sequence[tuple[str, Tensor]],
     compressor_for: Callable[[Segment], Compressor],
-    bucket_mb: float,
+    bucket_mb: float | None,
     prefix: str,
 ) -> list[PlannedBucket]:
     """Plan buckets in reverse order of registration, which is the order in which backward fills them.
@@ -124,9 +135,13 @@ def plan_buckets(
     planned as its real view [..., 2].
 
     named_parameters: In model order. bucket_mb: Largest size of a bucket in MB (2**20 bytes). A larger single
-    tensor gets its own bucket. prefix: Of the buckets' names. Raises ValueError if `bucket_mb` is not positive.
+    tensor gets its own bucket. None: `default_bucket_mb`. prefix: Of the buckets' names. Raises ValueError if
+    `bucket_mb` is not positive.
     """
     check_bucket_mb(bucket_mb)
+    if bucket_mb is None:
+        device = named_parameters[0][1].device.type if named_parameters else "cpu"
+        bucket_mb = default_bucket_mb(_nbytes(named_parameters), device)
     Key = tuple[int, torch.dtype, torch.device]
     open_buckets: dict[Key, list[tuple[str, Tensor]]] = {}
     closed: list[tuple[Compressor, list[tuple[str, Tensor]]]] = []

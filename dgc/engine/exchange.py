@@ -52,7 +52,7 @@ class ExchangeSettings:
     nonfinite: str = "skip"
     grad_scaler: Any = None
     steps_per_epoch: int | None = None
-    bucket_mb: float = 25.0
+    bucket_mb: float | None = None
     hierarchical: str | bool = "off"
 
     def __post_init__(self) -> None:

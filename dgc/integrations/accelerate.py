@@ -66,7 +66,7 @@ def compress(
     compression: Compressor | Route,
     optimizer: Optimizer | AcceleratedOptimizer | None = None,
     *,
-    bucket_mb: float = 25.0,
+    bucket_mb: float | None = None,
     nonfinite: str = "skip",
     steps_per_epoch: int | None = None,
     hierarchical: str | bool = "off",

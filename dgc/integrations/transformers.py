@@ -58,7 +58,7 @@ class CompressionCallback(TrainerCallback):
         self,
         compression: Compressor | Route,
         *,
-        bucket_mb: float = 25.0,
+        bucket_mb: float | None = None,
         nonfinite: str = "skip",
         hierarchical: str | bool = "off",
     ):

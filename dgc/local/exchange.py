@@ -55,7 +55,7 @@ class Fragment:
         segments: Sequence[Segment],
         route: Route,
         outer: OuterOptimizer,
-        bucket_mb: float,
+        bucket_mb: float | None,
         name: str,
     ):
         self.model = model
@@ -234,7 +234,7 @@ class BufferExchange(ModelExchange):
         self,
         model: FlatModel,
         compression: Compressor | Route,
-        bucket_mb: float,
+        bucket_mb: float | None,
         transport: Transport,
         meter: TrafficMeter,
         name: str,

@@ -117,7 +117,7 @@ class OuterSteps(Gossip):
             fragments. With alpha 0 what a rank has learned in these steps is dropped.
         alpha: Share of its own model that a rank keeps after an exchange, in [0, 1). 0 with a residual.
         warmup_steps: First steps, each of which ends with the mean of all models (post-local SGD).
-        bucket_mb: Largest size of a message's tensors in MB.
+        bucket_mb: Largest size of a message's tensors in MB. None: as `DistributedOptimizer`.
         outer_schedule: Given the number of inner steps, returns the factor of the outer optimizer's learning rate:
             `Ramp(0.4, 1.0, steps=3000)`. None: always 1.
         average_momentum: Exchange the momentum of SGD or Muon too. Each rank then continues from the mean of both.
@@ -145,7 +145,7 @@ class OuterSteps(Gossip):
         delay: int = 0,
         alpha: float = 0.0,
         warmup_steps: int = 0,
-        bucket_mb: float = 25.0,
+        bucket_mb: float | None = None,
         outer_schedule: OuterSchedule | None = None,
         average_momentum: bool = False,
     ):

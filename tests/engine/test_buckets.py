@@ -4,6 +4,7 @@ import math
 import warnings
 from collections.abc import Mapping
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from refusals import refuse
 
 from dgc.compression import DenseCompressor, DGCCompressor, PowerSGDCompressor, Route, Rule
 from dgc.core.bucket import make_bucket
-from dgc.engine.buckets import MEGABYTE, PlannedBucket, describe, keep_states, plan_buckets
+from dgc.engine.buckets import MEGABYTE, PlannedBucket, default_bucket_mb, describe, keep_states, plan_buckets
 from dgc.memory import NoMemory
 
 DENSE, SPARSE = DenseCompressor(), DGCCompressor(0.1, NoMemory())
@@ -189,3 +190,28 @@ def test_one_warning_says_how_many_tensors_are_too_small_for_powersgd() -> None:
 )
 def test_nothing_is_said_of_tensors_that_are_sent_as_intended(rank: int, compressor: Any, shapes: Any) -> None:
     assert dense_of(rank, compressor, shapes) == []
+
+
+@pytest.mark.parametrize(
+    ("device", "gradients_mb", "expected"),
+    [
+        ("cpu", 10, 25),
+        ("cpu", 1000, 25),
+        ("cuda", 10, 25),
+        ("cuda", 400, 100),
+        ("cuda", 1000, 128),
+    ],
+)
+def test_buckets_are_larger_on_a_gpu_where_launches_take_longer_than_overlap_saves(
+    device: str, gradients_mb: int, expected: float
+) -> None:
+    assert default_bucket_mb(gradients_mb * MEGABYTE, device) == expected
+
+
+def test_the_default_size_is_chosen_by_the_device_of_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Mock(return_value=1e-3)
+    monkeypatch.setattr("dgc.engine.buckets.default_bucket_mb", asked)
+    planned = plan_buckets(parameters(3), lambda segment: DenseCompressor(), None, "bucket")
+    nbytes = sum(p.numel() * p.element_size() for _, p in parameters(3))
+    asked.assert_called_once_with(nbytes, "cpu")
+    assert planned
