@@ -42,7 +42,7 @@ BEFORE = {  # what stands before a file, or before those of a folder; otherwise 
     **dict.fromkeys(("gossip/fp16", "gossip/bf16", "gossip/int8"), [CNN, SGP]),
     **dict.fromkeys(("numwords/sgd", "numwords/by_epoch"), ["configs/numwords/tiny.py"]),
     "pysource/sgd": ["configs/pysource/lstm.py"],
-    "pysource/gpt2_small": ["configs/pysource/gpt.py"],
+    **dict.fromkeys(("pysource/gpt2_small", "pysource/packages"), ["configs/pysource/gpt.py"]),
     "adam/fp16": [CNN, "configs/adam/onebit_adam.py"],
     "contrib/zero_one_adam": [CNN, "configs/adam"],
 }
