@@ -59,7 +59,7 @@ from dgc.sparse.payloads import (
     SparseFormat,
 )
 from dgc.sparse.payloads.payload import PayloadPlan
-from dgc.sparse.selectors import Predicted, plan_selection
+from dgc.sparse.selectors import Predicted, quota_of
 
 FORMATS = {
     "fp16 values, int32 indices": SparseFormat(CastValues("fp16"), PlainIndices("int32")),
@@ -88,15 +88,15 @@ class Codec:
     def __init__(self, form: SparseFormat, numel: int, density: float, device: torch.device, ranks: int):
         self.form, self.numel = form, numel
         self.codec = kernels.of(torch.empty(0, device=device)).codec
-        self.plan = plan_selection(lay_out([("a", torch.empty(numel, device="meta"))]), density, device)
+        self.quota = quota_of(lay_out([("a", torch.empty(numel, device="meta"))]), density, device)
         self.none = torch.full((), numel, dtype=torch.int64, device=device)
-        self.payload = PayloadPlan(self.form, self.plan.per_tensor, numel)
+        self.payload = PayloadPlan(self.form, self.quota.per_tensor, numel)
         self.selections = [self._selection(rank, device) for rank in range(ranks)]
         self.payloads = [self._encode(selection) for selection in self.selections]
         self.parts = self.decode()
 
     def _selection(self, rank: int, device: torch.device) -> SparseVector:
-        generator, k = torch.Generator().manual_seed(rank), self.plan.capacity
+        generator, k = torch.Generator().manual_seed(rank), self.quota.capacity
         indices = torch.randperm(self.numel, generator=generator)[:k].sort().values.int()
         values, count = torch.randn(k, generator=generator), torch.tensor(k, dtype=torch.int32)
         return SparseVector(*(part.to(device) for part in (indices, values, count)))

@@ -19,7 +19,7 @@ import dgc_models
 from benchmarks import step_overhead
 from dgc.core.bucket import Bucket, Segment
 from dgc.kernels import PassInputs, SparseVector
-from dgc.sparse.selectors import plan_selection
+from dgc.sparse.selectors import quota_of
 from dgc_datasets import Digits
 
 MOMENTUM = 0.9
@@ -52,7 +52,7 @@ class Learner:
         matrices = {name: p for name, p in self.parameters.items() if p.dim() > 1}
         layout = step_overhead.plan_buckets(matrices)
         self.buckets = [Bucket("bucket", segments, torch.float32, torch.device("cpu")) for segments in layout]
-        self.plans = [plan_selection(segments, density) for segments in layout]
+        self.quotas = [quota_of(segments, density) for segments in layout]
         self.u, self.v = ([torch.zeros(b.numel) for b in self.buckets] for _ in range(2))
         self.gradients: list[tuple[Tensor, ...]] = []
         self.dense = torch.optim.SGD([p for p in self.parameters.values() if p.dim() <= 1], lr, MOMENTUM)
@@ -73,10 +73,10 @@ class Learner:
         """Do a DGC step with these gradients. Returns the sent elements of each bucket."""
         self.dense.step()
         sent = []
-        for bucket, plan, g, u, v in zip(self.buckets, self.plans, self.gradients, self.u, self.v, strict=True):
+        for bucket, quota, g, u, v in zip(self.buckets, self.quotas, self.gradients, self.u, self.v, strict=True):
             kernel = kernels.of(v).selection
             inputs = PassInputs(g, u, v, MOMENTUM)
-            selection = kernel.accumulate_and_select_(inputs, plan.per_tensor, None).elements
+            selection = kernel.accumulate_and_select_(inputs, quota.per_tensor, None).elements
             kernel.remove_sent_(selection, u, v)
             count = int(selection.count)
             bucket.flat.zero_()[selection.indices[:count].long()] = selection.values[:count]

@@ -30,7 +30,7 @@ from dgc.kernels.payload.native import NativeMeanDecoder
 from dgc.sparse.compressor import INDICES, VALUES
 from dgc.sparse.payloads import SparseFormat
 from dgc.sparse.payloads.payload import PayloadPlan
-from dgc.sparse.selectors import plan_selection
+from dgc.sparse.selectors import quota_of
 
 TAKES = "5 min"
 FORMATS = ("fp32 int32", "fp16 packed", "sign rice", "int8 rice", "2bit rice")
@@ -49,11 +49,11 @@ class Recording:
 
     def __init__(self, buckets: Sequence[tuple[Segment, ...]], ratio: float, ranks: int):
         self.buckets = [Bucket(f"bucket{i}", b, torch.float32, torch.device("cpu")) for i, b in enumerate(buckets)]
-        self.plans = [plan_selection(bucket.segments, ratio) for bucket in self.buckets]
+        self.quotas = [quota_of(bucket.segments, ratio) for bucket in self.buckets]
         gradients = Gradients(list(buckets), "cpu")
         self.selections: list[list[SparseVector]] = []
         for _ in range(ranks):
-            chosen = zip(gradients.next(), self.plans, strict=True)
+            chosen = zip(gradients.next(), self.quotas, strict=True)
             self.selections.append([kernels.of(g).selection.select(g, p.per_tensor).elements for g, p in chosen])
 
     @property
@@ -63,9 +63,9 @@ class Recording:
     def payloads(self, form: SparseFormat) -> list[Tensor]:
         """Return a row of bytes per rank, by bucket."""
         gathered = []
-        for i, (bucket, plan) in enumerate(zip(self.buckets, self.plans, strict=True)):
+        for i, (bucket, quota) in enumerate(zip(self.buckets, self.quotas, strict=True)):
             codec, end = kernels.of(bucket.flat).codec, torch.tensor(bucket.numel)
-            payload = PayloadPlan(form, plan.per_tensor, bucket.numel)
+            payload = PayloadPlan(form, quota.per_tensor, bucket.numel)
             gathered.append(torch.stack([payload.encode(codec, s[i], end).payload for s in self.selections]))
         return gathered
 
@@ -104,7 +104,7 @@ class Decoding(NamedTuple):
         return self.gathered[i][: self.ranks].unbind()
 
     def _plan(self, i: int) -> PayloadPlan:
-        budget, numel = self.recording.plans[i].per_tensor, self.recording.buckets[i].numel
+        budget, numel = self.recording.quotas[i].per_tensor, self.recording.buckets[i].numel
         return PayloadPlan(self.form, budget, numel, what=f"bucket{i}")
 
 

@@ -32,7 +32,7 @@ from benchmarks._recordings import MOMENTUM, Gradients, Recording, record, small
 from benchmarks.step_overhead import Layout, Ours, Step, TopK, floors, measure
 from dgc.kernels import Budget, Moments, PassInputs, Prediction, SelectionKernels, SparseVector, Tail, TopKResult
 from dgc.sparse.payloads import CastValues, PlainIndices, SparseFormat
-from dgc.sparse.selectors import Plan, Predicted
+from dgc.sparse.selectors import Predicted, Quota
 from scripts.methods import SELECTORS, build
 
 TAKES = "15 min"
@@ -114,7 +114,7 @@ def count_step(method: SelectorStep, gradients: list[Tensor], counts: Counts) ->
         with counting(g, counts):
             selected = method.select(i, g)
         counts.sent += int(selected.elements.count)
-        counts.planned += method.plans[i].capacity
+        counts.planned += method.quotas[i].capacity
         counts.numel += g.numel()
         method.send(i, selected)
     method.steps += 1
@@ -174,11 +174,11 @@ def fits_of(recording: Recording) -> dict[str, float]:
     return found
 
 
-def threshold_to_mean(buckets: Sequence[Tensor], plans: Sequence[Plan]) -> float:
+def threshold_to_mean(buckets: Sequence[Tensor], quotas: Sequence[Quota]) -> float:
     """The exact threshold / the mean magnitude, weighted by tensor size."""
     total = 0.0
-    for v, plan in zip(buckets, plans, strict=True):
-        budget, kernel = plan.per_tensor, kernels.of(v).selection
+    for v, quota in zip(buckets, quotas, strict=True):
+        budget, kernel = quota.per_tensor, kernels.of(v).selection
         sizes = budget.bounds.diff()
         means = kernel.moments(v, budget.bounds).magnitudes / sizes.clamp(min=1)
         total += float((sizes * (kernel.select(v, budget).thresholds / means).nan_to_num(0.0)).sum())
@@ -212,7 +212,7 @@ def compare(recording: Recording, density: float, rounds: int, settle: int) -> d
         for name, method in methods.items():
             count_step(method, fresh, counted[name])
     first.settle()
-    print(f"exact threshold / mean magnitude: {threshold_to_mean(first.v, first.plans):.2f} of v", end="")
+    print(f"exact threshold / mean magnitude: {threshold_to_mean(first.v, first.quotas):.2f} of v", end="")
     columns = [("ms", "median ms", "11.2f"), ("radix", "radix /", "10.2f")]
     columns += [("exact", "exact /", "10.2f"), ("floor", "/ floor", "10.2f"), ("passes", "passes", "9.2f")]
     table = Table(recording.model, 24, [*columns, ("sent", "sent / k", "10.3f")])

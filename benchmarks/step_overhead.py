@@ -36,7 +36,7 @@ from dgc.kernels import PassInputs, SparseVector
 from dgc.kernels.build import compiler
 from dgc.sparse.payloads import CastValues, PlainIndices, SparseFormat
 from dgc.sparse.payloads.payload import PayloadPlan
-from dgc.sparse.selectors import Exact, Predicted, Selector, SelectorResult, plan_selection
+from dgc.sparse.selectors import Exact, Predicted, Selector, SelectorResult, quota_of
 
 TAKES = "30 s"
 BUCKET_BYTES = 25 * 1024 * 1024
@@ -100,10 +100,10 @@ class Ours(Stateful):
         self.name = f"{backend}, {type(selector).__name__.lower()}"
         self.is_slow = backend == "reference"
         self.backend, self.selector, self.momentum = backend, selector, momentum
-        self.plans = [plan_selection(bucket, ratio, torch.device(device)) for bucket in buckets]
+        self.quotas = [quota_of(bucket, ratio, torch.device(device)) for bucket in buckets]
         self.payloads = [
-            PayloadPlan(wire, plan.per_tensor, sum(sizes))
-            for plan, sizes in zip(self.plans, self.sizes, strict=True)
+            PayloadPlan(wire, quota.per_tensor, sum(sizes))
+            for quota, sizes in zip(self.quotas, self.sizes, strict=True)
         ]
         self.steps = 0
 
@@ -117,7 +117,7 @@ class Ours(Stateful):
         """Do the step of bucket i with gradient g."""
         pieces = g.split(self.sizes[i])
         inputs = PassInputs(pieces, self.u[i], self.v[i], self.momentum, sent=self.sent[i], masking=True)
-        return self.selector.select(inputs, self.plans[i], self.steps)
+        return self.selector.select(inputs, self.quotas[i], self.steps)
 
     def send(self, i: int, selected: SelectorResult) -> None:
         codec = kernels.of(self.v[i]).codec
@@ -260,7 +260,7 @@ class TopK(Stateful):
 
     def __init__(self, buckets: Layout, ratio: float, device: str):
         super().__init__(buckets, device)
-        self.ks = [plan_selection(bucket, ratio).ks for bucket in buckets]
+        self.ks = [quota_of(bucket, ratio).ks for bucket in buckets]
 
     def step(self, gradients: list[Tensor]) -> None:
         for v, sizes, ks in zip(self.v, self.sizes, self.ks, strict=True):

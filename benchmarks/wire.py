@@ -44,7 +44,7 @@ def record(density: float, steps: int) -> list[Recording]:
     larger = ((nn.functional.interpolate(images, scale_factor=2.0), labels) for images, labels in batches)
     learner = Learner(resnet18(in_channels=1), larger, density, LR)
     recordings: list[Recording] = [
-        (plan.per_tensor, bucket.numel, []) for plan, bucket in zip(learner.plans, learner.buckets, strict=True)
+        (quota.per_tensor, bucket.numel, []) for quota, bucket in zip(learner.quotas, learner.buckets, strict=True)
     ]
     for step in range(steps):
         learner.differentiate()

@@ -30,7 +30,7 @@ from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import SparseCompressor
 from dgc.core.bucket import lay_out
 from dgc.kernels.library import choose_isa, supported_isas
-from dgc.sparse.selectors import Laplace, plan_selection
+from dgc.sparse.selectors import Laplace, quota_of
 from dgc_training.config import load
 from dgc_training.startup.arguments import parse_arguments
 from dgc_training.startup.build import build as build_model
@@ -142,9 +142,9 @@ def test_a_fit_is_the_distance_between_distributions_and_reads_are_counted_by_te
     # The first tensor is found in one count. Of the second too few reach the fit, so it is counted once more.
     v = torch.cat([torch.full((20_000,), 0.1), torch.full((3000,), 0.5)])
     v[:30], v[-5:] = torch.linspace(0.9, 1.0, 30), torch.tensor([1.0, 1.0, 1.0, 1.0, 1.5])
-    plan, counts, before = plan_selection(SEGMENTS, 0.001), Counts(), kernels.of
+    quota, counts, before = quota_of(SEGMENTS, 0.001), Counts(), kernels.of
     with counting(v, counts):
-        Laplace(stop="redsync").choose(v, plan, 0)
+        Laplace(stop="redsync").choose(v, quota, 0)
     assert kernels.of is before
     # moments, one count of both tensors, one of the second, the choice
     assert counts.reads == 3 * N + 3000
@@ -205,7 +205,7 @@ def test_decoding_reads_what_the_ranks_have_recorded() -> None:
         assert torch.equal(bucket.flat, dense) and int((dense != 0).sum()) <= 2 * 230, name
         assert torch.equal(union.indices[union.values != 0], dense.nonzero().view(-1)), name
         row = decoding.row_of(work, 2)
-        assert row["payload_bytes"] == 2 * form.nbytes(recording.plans[0].per_tensor, N), name
+        assert row["payload_bytes"] == 2 * form.nbytes(recording.quotas[0].per_tensor, N), name
         assert row["union"] == pytest.approx(union.indices.numel() / N) and row["union"] < 0.02, name
         assert all(row[key] > 0 for key in (*decoding.RATIOS, "floor_ms", "dense_ms")), name
     exact = [torch.zeros(N).index_put_((s[0].indices.long(),), s[0].values) for s in recording.selections[:2]]

@@ -59,7 +59,7 @@ from dgc.sparse.payloads import (
     ValueFormat,
 )
 from dgc.sparse.payloads.payload import Encoded, PayloadPlan
-from dgc.sparse.selectors import Selector, plan_selection
+from dgc.sparse.selectors import Selector, quota_of
 from dgc.sparse.sums import EXCHANGES, AllGatherExchange
 
 SELDOM = {
@@ -118,7 +118,7 @@ class SparseCompressor(Compressor):
         inputs, state = self._begin(bucket, state)
         if state.dense:
             return (yield from self._reduce_dense(bucket, state, inputs, replaced))
-        assert state.plan is not None
+        assert state.quota is not None
         # new for each bucket and step, and the same in a resumed run: dense steps count too
         seed = crc32(f"{self.seed} {bucket.segments[0].name} {state.steps - 1}".encode())
         if state.graph is not None and self._repeats(state, inputs):
@@ -130,8 +130,8 @@ class SparseCompressor(Compressor):
 
     def _encode(self, state: SparseState, inputs: PassInputs, seed: int, replaced: Position | None) -> Any:
         """Add the gradient to the residual, select, and encode. replaced: as in `_reduce_dense`."""
-        assert state.plan is not None
-        selection = self.selector.select(inputs, state.plan, seed)
+        assert state.quota is not None
+        selection = self.selector.select(inputs, state.quota, seed)
         first_nonfinite = selection.first_nonfinite
         if replaced is not None:
             first_nonfinite = replaced.minimum(first_nonfinite)
@@ -139,16 +139,16 @@ class SparseCompressor(Compressor):
 
     def _repeats(self, state: SparseState, inputs: PassInputs) -> bool:
         """Whether a step is like the one before it: not the first one of a ratio, or after a dropped one."""
-        assert state.plan is not None
-        same_size = inputs.sent is not None and inputs.sent.values.numel() == state.plan.capacity
+        assert state.quota is not None
+        same_size = inputs.sent is not None and inputs.sent.values.numel() == state.quota.capacity
         return same_size and isinstance(state.exchange, AllGatherExchange)
 
     def _encode_as_graph(
         self, state: SparseState, inputs: PassInputs, seed: int, replaced: Position | None
     ) -> Encoded:
         """`_encode` by a CUDA graph. What was sent, and the history, stay at their addresses."""
-        assert state.plan is not None and inputs.sent is not None
-        history, sent = state.plan.history, inputs.sent
+        assert state.quota is not None and inputs.sent is not None
+        history, sent = state.quota.history, inputs.sent
         keys, rest = list(history), [] if replaced is None else [replaced]
 
         def work(*given: Tensor) -> tuple[Encoded, list[Tensor]]:
@@ -159,24 +159,24 @@ class SparseCompressor(Compressor):
             return encoded, [new.indices, new.values, new.count, *(history[key] for key in keys)]
 
         passed = (inputs.momentum, inputs.nesterov, inputs.decay, inputs.masking)
-        constants = [state.plan, state.exchange, keys, len(rest), *passed, *addresses_of([inputs.u, inputs.v])]
+        constants = [state.quota, state.exchange, keys, len(rest), *passed, *addresses_of([inputs.u, inputs.v])]
         given = [sent.indices, sent.values, sent.count, *history.values(), *rest]
         encoded, kept = state.graph.run(constants, given, work)
         history.update(zip(keys, kept[3:], strict=False))
         return replace(encoded, sent=SparseVector(*kept[:3]))
 
     def _begin(self, bucket: Bucket, state: SparseState) -> tuple[PassInputs, SparseState]:
-        """Return the pass over the gradient, and the state after it, with the plan of this step."""
-        inputs, plan, ratio = self.memory.pass_inputs(bucket, state), state.plan, self.ratio
-        if plan is not None and plan.ratio == ratio:
+        """Return the pass over the gradient, and the state after it, with the quota of this step."""
+        inputs, quota, ratio = self.memory.pass_inputs(bucket, state), state.quota, self.ratio
+        if quota is not None and quota.ratio == ratio:
             return inputs, state.next(sent=None, returned=None)
-        plan = plan_selection(bucket.segments, ratio, bucket.device, self.vector_ratio)
-        plan.take_history(state.history)
+        quota = quota_of(bucket.segments, ratio, bucket.device, self.vector_ratio)
+        quota.take_history(state.history)
         what, (size, rank) = f"bucket {bucket.name}", (state.size, state.rank)
-        payload = PayloadPlan(self.format, plan.per_tensor, bucket.numel, ratio, what, bucket.dtype)
+        payload = PayloadPlan(self.format, quota.per_tensor, bucket.numel, ratio, what, bucket.dtype)
         kind = min(self._exchanges, key=lambda kind: kind.wire_bytes(payload, size))
         exchange = kind(payload, size, rank, wants_sparse=self.memory.correction is not None)
-        new = {"plan": plan, "exchange": exchange, "history": {}, "dense": self._dense_is_cheaper(payload, size)}
+        new = {"quota": quota, "exchange": exchange, "history": {}, "dense": self._dense_is_cheaper(payload, size)}
         return inputs, state.next(sent=None, returned=None, **new)
 
     def _reduce_dense(

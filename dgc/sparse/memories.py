@@ -22,7 +22,7 @@ from dgc.core.momentum import MomentumCorrection
 from dgc.core.state import State, Tables, check_mapping, check_tensor, zeros
 from dgc.kernels import PassInputs, SparseVector
 from dgc.kernels.selection import remove_nonfinite_
-from dgc.sparse.selectors import Plan
+from dgc.sparse.selectors import Quota
 
 
 @dataclass(eq=False, kw_only=True)
@@ -33,17 +33,17 @@ class SparseState(State):
         masking: Remove the sent elements from u as well.
         sent: The elements that the other ranks have received, with their values after rounding.
         returned: Parts of the ranks' sum that no rank has received. They are added to v as they are.
-        plan: Number of elements per tensor, and the history of the selector. None before the first step.
-        exchange: How the ranks sum what this plan selects (`SparseExchange`).
+        quota: Number of elements per tensor, and the history of the selector. None before the first step.
+        exchange: How the ranks sum what this quota selects (`SparseExchange`).
         rows: Names and shapes of what the selector needs of its history, for each parameter.
-        history: The history in a loaded state, by parameter, until `plan` is made. It belongs to one ratio.
+        history: The history in a loaded state, by parameter, until `quota` is made. It belongs to one ratio.
         graph: The CUDA graph of the encoding (`dgc.sparse.cuda_graphs`), if there is one.
     """
 
     masking: bool = False
     sent: SparseVector | None = None
     returned: SparseVector | None = None
-    plan: Plan | None = None
+    quota: Quota | None = None
     exchange: Any = None
     rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     history: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -91,8 +91,8 @@ class SparseState(State):
 
     def saved(self, bucket: Bucket) -> Tables:
         history = self.history
-        if self.plan is not None and self.rows and self.plan.history:
-            history = self.plan.rows_of_history()
+        if self.quota is not None and self.rows and self.quota.history:
+            history = self.quota.rows_of_history()
         return {**State.saved(self.settled(), bucket), "history": dict(history)}
 
     def loaded(self, bucket: Bucket, tables: Tables) -> "SparseState":
@@ -108,7 +108,7 @@ class SparseState(State):
             for key, shape in self.rows.items():
                 check_tensor(f"history of {name}: {key}", row[key], shape, least=0)
         history = history if self.rows else {}
-        fresh = replace(self, sent=None, returned=None, plan=None, history=history)
+        fresh = replace(self, sent=None, returned=None, quota=None, history=history)
         return State.loaded(fresh, bucket, tables)
 
 

@@ -237,7 +237,7 @@ def test_dgc_moves_what_it_states_and_not_much_more_than_the_pass_over_its_buffe
     layout = [lay_out([("a", torch.empty(150, 300)), ("b", torch.empty(100, 70))])]
     ours = Ours("triton", Predicted(), layout, 0.01, 0.0, form, "cpu")
     for step in range(3):
-        history = ours.plans[0].history
+        history = ours.quotas[0].history
         history.update({"t2": history["t1"]} if history else {})  # thresholds still grow, so that the bounds hold
         with measured() as found:
             ours.step([torch.randn(52000, generator=torch.Generator().manual_seed(step))])

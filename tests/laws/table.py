@@ -65,7 +65,7 @@ def sparse_bytes(value: int, index: int, bucket: Bucket, *_: int) -> int:
 
 
 def planned_bytes(form: formats.SparseFormat, bucket: Bucket, *_: int) -> int:
-    return form.nbytes(selectors.plan_selection(bucket.segments, 0.05).per_tensor, bucket.numel)
+    return form.nbytes(selectors.quota_of(bucket.segments, 0.05).per_tensor, bucket.numel)
 
 
 def own_bytes(bucket: Bucket, *_: int) -> int:

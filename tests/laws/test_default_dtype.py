@@ -21,7 +21,7 @@ from laws.table import DEFINITIONS, TABLE, Row
 from optim.nets import data, dgc, dgc_sgd, net, wrap
 from sparse.payloads import FORMATS, budget_of, decode, encode, scattered, selection_of
 from sparse.shapes import SHAPES as DATA
-from sparse.test_selectors import SELECTORS, chosen_by, plan_of
+from sparse.test_selectors import SELECTORS, chosen_by, quota_for
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -133,8 +133,8 @@ def test_selectors_and_payloads() -> None:
     data = [make(sum(sizes)) for make in DATA.values()]
 
     def chosen() -> list[Tensor]:
-        plans = {name: plan_of(*sizes, ratio=0.01) for name in SELECTORS}
-        return [chosen_by(SELECTORS[name], v, plans[name], 1) for name in SELECTORS for v in data]
+        quotas = {name: quota_for(*sizes, ratio=0.01) for name in SELECTORS}
+        return [chosen_by(SELECTORS[name], v, quotas[name], 1) for name in SELECTORS for v in data]
 
     check(chosen)
     count, numel = 131, 3000

@@ -1,11 +1,11 @@
-"""Data of many shapes to select from, and plans over them."""
+"""Data of many shapes to select from, and quotas over them."""
 
 from typing import Any
 
 import torch
 
 from dgc.core.bucket import Segment
-from dgc.sparse.selectors import Selector, plan_selection
+from dgc.sparse.selectors import Selector, quota_of
 
 
 def rng(seed: Any) -> Any:
@@ -17,16 +17,16 @@ def laplace(n: Any, seed: int = 0) -> Any:
     return (-uniform.sign() * torch.log1p(-2 * uniform.abs())).float()
 
 
-def plan_of(*numels: Any, ratio: Any) -> Any:
+def quota_for(*numels: Any, ratio: Any) -> Any:
     segments, offset = [], 0
     for i, n in enumerate(numels):
         segments.append(Segment(f"p{i}", offset, n, (n,), (1,)))
         offset += n
-    return plan_selection(segments, ratio)
+    return quota_of(segments, ratio)
 
 
-def indices_of(selector: Selector, v: Any, plan: Any, seed: Any) -> Any:
-    selection = selector.choose(v, plan, seed)
+def indices_of(selector: Selector, v: Any, quota: Any, seed: Any) -> Any:
+    selection = selector.choose(v, quota, seed)
     return selection.indices[: int(selection.count)].long()
 
 

@@ -15,7 +15,7 @@ from dgc.kernels import SparseVector
 from dgc.memory import ClipByGlobalNorm, DGCSGDMemory, NoMemory, ResidualMemory
 from dgc.sparse.payloads import RiceIndices, SignValues, SparseFormat
 from dgc.sparse.payloads.payload import PayloadPlan
-from dgc.sparse.selectors import Exact, Laplace, plan_selection
+from dgc.sparse.selectors import Exact, Laplace, quota_of
 from dgc.sparse.sums import AllGatherExchange
 
 SHAPES = {"first": (20, 10), "second": (6, 5, 2), "third": (3, 1)}
@@ -46,10 +46,10 @@ def test_the_sum_of_a_dense_step_may_exceed_fp16() -> None:
 def test_a_sum_that_overflows_is_named() -> None:
     """No gradients reach this through a memory, so the payloads are made by hand."""
     bucket, form = make_bucket("b", [("p", torch.zeros(10, 10))]), SparseFormat()
-    plan, size = plan_selection(bucket.segments, 0.01), 2
+    quota, size = quota_of(bucket.segments, 0.01), 2
     one, none = torch.ones((), dtype=torch.int32), torch.tensor(bucket.numel)
     elements = SparseVector(torch.full((1,), 7, dtype=torch.int32), torch.full((1,), 3e38), one)
-    payload = PayloadPlan(form, plan.per_tensor, bucket.numel, 0.01, "bucket b")
+    payload = PayloadPlan(form, quota.per_tensor, bucket.numel, 0.01, "bucket b")
     exchange = AllGatherExchange(payload, size, 0, wants_sparse=True)
     conversation = exchange.mean(bucket, exchange.encode(elements, none))
     (message,) = next_requests(conversation)
@@ -145,9 +145,9 @@ def test_every_step_has_another_seed() -> None:
     seeds = []
 
     class Noting(Exact):
-        def select(self, due: Any, plan: Any, seed: Any) -> Any:
+        def select(self, due: Any, quota: Any, seed: Any) -> Any:
             seeds.append(seed)
-            return super().select(due, plan, seed)
+            return super().select(due, quota, seed)
 
     ranks = Ranks(1, dgc(selector=Noting()), SHAPES)
     for step in range(4):

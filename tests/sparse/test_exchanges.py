@@ -10,7 +10,7 @@ import torch
 from core.ranks import Ranks, normal
 from sparse.held import Held
 from sparse.payloads import selection_of
-from sparse.shapes import plan_of
+from sparse.shapes import quota_for
 
 from dgc.comm.lockstep import LockstepError
 from dgc.comm.meter import all_gather_wire_bytes
@@ -26,7 +26,7 @@ INT32 = SparseFormat(CastValues(), PlainIndices("int32"))
 
 
 def payload_of(numel: Any, ratio: Any) -> Any:
-    return PayloadPlan(INT32, plan_of(numel, ratio=ratio).per_tensor, numel, ratio)
+    return PayloadPlan(INT32, quota_for(numel, ratio=ratio).per_tensor, numel, ratio)
 
 
 def wire_bytes(exchange: Any, payload: Any, size: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What every selector promises, on data of every shape, and what a real run sends; plans, and their free slots."""
+"""What every selector promises, on data of every shape, and what a real run sends; quotas and their free slots."""
 
 import math
 from functools import cache, partial
@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases import case
 from refusals import refuse
-from sparse.shapes import SHAPES, indices_of, laplace, plan_of, rng, wall
+from sparse.shapes import SHAPES, indices_of, laplace, quota_for, rng, wall
 
 import dgc.kernels as kernels
 from dgc.comm.lockstep import LockstepWorld
@@ -49,22 +49,22 @@ SELECTORS = {
 EXACT = ("exact", "radix", "predicted", "trimmed")
 
 
-def chosen_by(selector: Any, v: Any, plan: Any, seed: Any) -> Any:
+def chosen_by(selector: Any, v: Any, quota: Any, seed: Any) -> Any:
     """By the whole pass, of a gradient of zeros."""
-    selection = selector.select(PassInputs((torch.zeros_like(v),), None, v.clone()), plan, seed).elements
+    selection = selector.select(PassInputs((torch.zeros_like(v),), None, v.clone()), quota, seed).elements
     return selection.indices[: int(selection.count)].long()
 
 
-def check(selector: str, indices: Any, v: Any, plan: Any) -> None:
+def check(selector: str, indices: Any, v: Any, quota: Any) -> None:
     assert indices.dtype == torch.int64
-    assert indices.numel() <= plan.capacity
+    assert indices.numel() <= quota.capacity
     assert (indices.diff() > 0).all()
     assert (v[indices] != 0).all()
     if indices.numel():
         assert indices[0] >= 0 and indices[-1] < v.numel()
     if selector == "exact of the bucket":
         return
-    for segment, part, k in zip(plan.segments, plan.split(v), plan.ks, strict=True):
+    for segment, part, k in zip(quota.segments, quota.split(v), quota.ks, strict=True):
         start = segment.offset
         own = indices[(indices >= start) & (indices < start + segment.numel)] - start
         assert own.numel() >= min(1, int(part.count_nonzero()))
@@ -83,20 +83,20 @@ on_every_shape = pytest.mark.parametrize(("shape", "ratio"), ON_SHAPES)
 @on_every_shape
 def test_the_largest_are_sent_within_capacity(selector: Any, shape: str, ratio: float) -> None:
     """No zero, and something of every tensor that has anything."""
-    plan = plan_of(*SOME_SIZES, ratio=ratio)
+    quota = quota_for(*SOME_SIZES, ratio=ratio)
     for step in range(2):
         v = SHAPES[shape](sum(SOME_SIZES), step)
         with case("step", step):
-            check(selector, chosen_by(SELECTORS[selector], v, plan, step), v, plan)
+            check(selector, chosen_by(SELECTORS[selector], v, quota, step), v, quota)
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
 @on_every_shape
 def test_a_selection_is_repeatable(selector: Any, shape: str, ratio: float) -> None:
-    plans = [plan_of(*SOME_SIZES, ratio=ratio) for _ in range(2)]
+    quotas = [quota_for(*SOME_SIZES, ratio=ratio) for _ in range(2)]
     for step in range(2):
         v = SHAPES[shape](sum(SOME_SIZES), step)
-        chosen, again = (chosen_by(SELECTORS[selector], v, plan, step) for plan in plans)
+        chosen, again = (chosen_by(SELECTORS[selector], v, quota, step) for quota in quotas)
         with case("step", step):
             assert torch.equal(chosen, again)
 
@@ -105,7 +105,7 @@ every_selector = pytest.mark.parametrize("selector", SELECTORS.values(), ids=SEL
 
 
 def chosen(selector: Any, v: Any, *sizes: int, ratio: float) -> Any:
-    return indices_of(selector, v, plan_of(*sizes, ratio=ratio), 0)
+    return indices_of(selector, v, quota_for(*sizes, ratio=ratio), 0)
 
 
 @every_selector
@@ -154,11 +154,11 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def estimates(selector: Any, v: Any, ratio: Any, steps: int = 1) -> Any:
-    plan = plan_of(v.numel(), ratio=ratio)
+    quota = quota_for(v.numel(), ratio=ratio)
     for _ in range(steps):
-        t, counts = selector.estimate(Ranges(v, plan, 0))
+        t, counts = selector.estimate(Ranges(v, quota, 0))
         assert int(counts) <= int((v.abs() >= t).sum())
-    return int(counts) / plan.ks[0]
+    return int(counts) / quota.ks[0]
 
 
 N = 300_000
@@ -189,11 +189,11 @@ def test_an_estimate_holds_where_it_should(
 
 
 def test_a_warm_start_begins_at_the_last_threshold(passes: Any) -> None:
-    v, plan, selector = SHAPES["wall"](N), plan_of(N, ratio=0.001), Laplace(warm_start=True)
+    v, quota, selector = SHAPES["wall"](N), quota_for(N, ratio=0.001), Laplace(warm_start=True)
     for scale in (1.0, 8.0):
-        selector.estimate(Ranges(scale * v, plan, 0))
+        selector.estimate(Ranges(scale * v, quota, 0))
         passes.reset_mock()
-        selector.estimate(Ranges(scale * v, plan, 0))
+        selector.estimate(Ranges(scale * v, quota, 0))
         assert [name for name, *_ in passes.mock_calls] == ["moments", "tail"]  # the first count is accepted
 
 
@@ -231,7 +231,7 @@ def seven_above_a_threshold() -> Any:
 
 
 def chosen_by_threshold(threshold: float, v: Any) -> list[int]:
-    found: list[int] = indices_of(selectors.Fixed(threshold), v, plan_of(40, 40, ratio=0.1), 0).tolist()
+    found: list[int] = indices_of(selectors.Fixed(threshold), v, quota_for(40, 40, ratio=0.1), 0).tolist()
     return found
 
 
@@ -253,23 +253,23 @@ def test_a_fixed_threshold_sends_the_largest_where_too_many_reach_it() -> None:
 def test_the_largest_of_each_chunk_are_sent(chunk: int, ratio: float) -> None:
     numels = (8192, 20_000, 0, 3, 1)
     v = laplace(sum(numels))
-    plan = plan_of(*numels, ratio=ratio)
-    parts = zip(plan.segments, plan.split(v), strict=True)
+    quota = quota_for(*numels, ratio=ratio)
+    parts = zip(quota.segments, quota.split(v), strict=True)
     expected = [segment.offset + i for segment, part in parts for i in by_topk(part, chunk, ratio)]
-    assert indices_of(selectors.TopKPerChunk(chunk), v, plan, 0).tolist() == expected
-    assert len(expected) == plan.capacity
+    assert indices_of(selectors.TopKPerChunk(chunk), v, quota, 0).tolist() == expected
+    assert len(expected) == quota.capacity
 
 
 def test_a_chunk_of_small_elements_has_its_share() -> None:
-    plan, v = plan_of(3 * 4096, ratio=64 / 4096), laplace(3 * 4096)
+    quota, v = quota_for(3 * 4096, ratio=64 / 4096), laplace(3 * 4096)
     v[4096:8192] *= 1e-3
-    found = indices_of(selectors.TopKPerChunk(4096), v, plan, 0)
-    assert torch.bincount(found // 4096).tolist() == plan.per_chunk(4096).ks.tolist() == [64] * 3
+    found = indices_of(selectors.TopKPerChunk(4096), v, quota, 0)
+    assert torch.bincount(found // 4096).tolist() == quota.per_chunk(4096).ks.tolist() == [64] * 3
 
 
 def test_no_zeros_of_a_chunk_are_sent() -> None:
     v = torch.zeros(100).index_fill(0, torch.tensor([55]), -2.0)
-    assert indices_of(selectors.TopKPerChunk(10), v, plan_of(100, ratio=0.1), 0).tolist() == [55]
+    assert indices_of(selectors.TopKPerChunk(10), v, quota_for(100, ratio=0.1), 0).tolist() == [55]
 
 
 DRAWS, LENGTH, RATIO, DECILES = 60, 20_000, 0.01, 10
@@ -288,9 +288,9 @@ class WidePlan(Sampled):
 
 def chi_square(cut: Any) -> Any:
     """Of the counts per tenth of the tensor, over many draws of data without any order."""
-    plan, counts = plan_of(LENGTH, ratio=RATIO), torch.zeros(DECILES)
+    quota, counts = quota_for(LENGTH, ratio=RATIO), torch.zeros(DECILES)
     for seed in range(DRAWS):
-        indices = cut(drawn(LENGTH, 1000 + seed), plan, seed)
+        indices = cut(drawn(LENGTH, 1000 + seed), quota, seed)
         counts += torch.bincount(indices * DECILES // LENGTH, minlength=DECILES)
     expected = counts.sum() / DECILES
     return float(((counts - expected) ** 2 / expected).sum())
@@ -303,20 +303,20 @@ def test_no_positional_bias(selector: Any) -> None:
 
 def test_the_cut_in_index_order_would_fail() -> None:
     """What the original does with a selection between k and 1.3 k."""
-    assert chi_square(lambda v, plan, seed: largest(v, math.ceil(1.29 * plan.ks[0]))[: plan.ks[0]]) > 10 * LIMIT
+    assert chi_square(lambda v, quota, seed: largest(v, math.ceil(1.29 * quota.ks[0]))[: quota.ks[0]]) > 10 * LIMIT
 
 
 def reaching(selector: Any, v: Any, ratio: Any, seed: int = 0) -> Any:
-    return int(selector.estimate(Ranges(v, plan_of(v.numel(), ratio=ratio), seed))[1])
+    return int(selector.estimate(Ranges(v, quota_for(v.numel(), ratio=ratio), seed))[1])
 
 
 @pytest.mark.parametrize("strided", [True, False], ids=["strided", "at random"])
 @pytest.mark.parametrize("ratio", [0.001, 0.01, 0.1])
 def test_a_sample_of_laplace_data_fills_most_of_the_plan(ratio: Any, strided: bool) -> None:
-    plan = plan_of(100_000, ratio=ratio)
+    quota = quota_for(100_000, ratio=ratio)
     for seed in range(5):
-        count = indices_of(Sampled(strided_sample=strided), laplace(100_000, seed), plan, seed).numel()
-        assert 0.8 * plan.capacity <= count <= plan.capacity, seed
+        count = indices_of(Sampled(strided_sample=strided), laplace(100_000, seed), quota, seed).numel()
+        assert 0.8 * quota.capacity <= count <= quota.capacity, seed
 
 
 @pytest.mark.parametrize("ratio", [0.001, 0.01, 0.1])
@@ -331,27 +331,27 @@ def test_candidates_lie_within_the_bounds_before_the_cut(ratio: Any) -> None:
 def test_sampling_leaves_torch_s_generator_alone(strided: bool) -> None:
     v, before = laplace(100_000, 0), torch.get_rng_state()
     for ratio in (0.001, 0.01, 0.1):
-        indices_of(Sampled(strided_sample=strided), v, plan_of(100_000, ratio=ratio), 0)
+        indices_of(Sampled(strided_sample=strided), v, quota_for(100_000, ratio=ratio), 0)
         reaching(Sampled(strided_sample=strided), v, ratio)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_on_a_wall_most_of_the_plan_is_filled() -> None:
     """Resampling cuts an over-full selection to k; a thin one adapts until it holds 0.8 k."""
-    plan = plan_of(100_000, ratio=0.001)
-    assert all(80 <= indices_of(Sampled(), wall(100_000, seed), plan, seed).numel() <= 100 for seed in range(10))
+    quota = quota_for(100_000, ratio=0.001)
+    assert all(80 <= indices_of(Sampled(), wall(100_000, seed), quota, seed).numel() <= 100 for seed in range(10))
 
 
 def test_a_single_outlier_is_sent() -> None:
     """A sample without it gives threshold 0, which takes what is not zero."""
-    v, plan = SHAPES["outlier"](30_000), plan_of(30_000, ratio=0.001)
-    assert all(indices_of(Sampled(), v, plan, seed).tolist() == [10_000] for seed in range(5))
+    v, quota = SHAPES["outlier"](30_000), quota_for(30_000, ratio=0.001)
+    assert all(indices_of(Sampled(), v, quota, seed).tolist() == [10_000] for seed in range(5))
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 100, 1999])
 def test_the_sample_of_a_tiny_tensor_is_all_of_it(n: int) -> None:
     v = laplace(n) + 0.01
-    found = indices_of(Sampled(), v, plan_of(n, ratio=0.001), 0)
+    found = indices_of(Sampled(), v, quota_for(n, ratio=0.001), 0)
     assert torch.equal(found, largest(v, math.ceil(n / 1000)))
 
 
@@ -402,7 +402,7 @@ def counts_of(counted: list[int], selector: Any, ratio: float) -> list[int]:
 
 
 def test_too_many_elements_are_resampled_at_once(counted: list[int]) -> None:
-    assert indices_of(first_at(0.5), RAMP, plan_of(1000, ratio=0.1), 0).tolist() == list(range(900, 1000))
+    assert indices_of(first_at(0.5), RAMP, quota_for(1000, ratio=0.1), 0).tolist() == list(range(900, 1000))
     assert counted == [950]
 
 
@@ -480,19 +480,19 @@ def test_codes_of_any_length_leave_few_elements_behind(indices: Any) -> None:
 
 
 def test_a_plan_rounds_up() -> None:
-    plan = plan_of(1, 10, 999, 1000, 1001, 0, ratio=0.001)
-    assert plan.ks == (1, 1, 1, 1, 2, 0) and plan.capacity == 6
-    assert plan.per_tensor.bounds.tolist() == [0, 1, 11, 1010, 2010, 3011, 3011]
+    quota = quota_for(1, 10, 999, 1000, 1001, 0, ratio=0.001)
+    assert quota.ks == (1, 1, 1, 1, 2, 0) and quota.capacity == 6
+    assert quota.per_tensor.bounds.tolist() == [0, 1, 11, 1010, 2010, 3011, 3011]
 
 
 def test_a_plan_at_ratio_1_has_all_elements() -> None:
-    assert plan_of(3, 70, ratio=1.0).ks == (3, 70)
+    assert quota_for(3, 70, ratio=1.0).ks == (3, 70)
 
 
 @pytest.mark.parametrize(("ratio", "numel", "k"), [(0.07, 100, 7), (0.29, 100, 29), (1e-3, 1000, 1), (1e-9, 5, 1)])
 def test_the_noise_of_floats_sends_nothing_more(ratio: float, numel: int, k: int) -> None:
     """0.07 * 100 is 7.000000000000001."""
-    assert plan_of(numel, ratio=ratio).ks == (k,)
+    assert quota_for(numel, ratio=ratio).ks == (k,)
 
 
 @pytest.mark.parametrize(
@@ -508,19 +508,19 @@ def test_the_noise_of_floats_sends_nothing_more(ratio: float, numel: int, k: int
     ],
 )
 def test_free_slots_are_given_in_proportion_to_the_surplus(sizes: Any, ratio: float, counts: Any, ks: Any) -> None:
-    assert plan_of(*sizes, ratio=ratio).shared(torch.tensor(counts)).ks.tolist() == ks
+    assert quota_for(*sizes, ratio=ratio).shared(torch.tensor(counts)).ks.tolist() == ks
 
 
 def test_shared_slots_never_exceed_the_capacity() -> None:
-    generator, plan = torch.Generator().manual_seed(0), plan_of(*[1000] * 9, ratio=0.01)
+    generator, quota = torch.Generator().manual_seed(0), quota_for(*[1000] * 9, ratio=0.01)
     for _ in range(200):
         wanted = torch.randint(40, (9,), generator=generator)
-        shared = plan.shared(wanted)
-        assert shared.capacity == plan.capacity >= int(shared.ks.sum()) and bool((shared.ks <= wanted).all())
+        shared = quota.shared(wanted)
+        assert shared.capacity == quota.capacity >= int(shared.ks.sum()) and bool((shared.ks <= wanted).all())
 
 
 def history_taken_by(*sizes: int) -> Any:
-    one, other = plan_of(5, 6, 7, ratio=0.5), plan_of(*sizes, ratio=0.5)
+    one, other = quota_for(5, 6, 7, ratio=0.5), quota_for(*sizes, ratio=0.5)
     one.history["threshold"] = torch.tensor([1.0, 2.0, 3.0])
     other.take_history(one.rows_of_history())
     return other.history

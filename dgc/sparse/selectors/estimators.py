@@ -19,7 +19,7 @@ from torch import Tensor
 import dgc.kernels as kernels
 from dgc.core.arguments import WHOLE, checked, require
 from dgc.kernels import Moments, SparseVector, Tail
-from dgc.sparse.selectors.selector import Plan, Selector, share
+from dgc.sparse.selectors.selector import Quota, Selector, share
 
 Thresholds = Float32[Tensor, "S"]
 Counts = Int64[Tensor, "S"]
@@ -34,9 +34,9 @@ class Estimator(Selector):
     def estimate(self, segments: "Ranges") -> tuple[Thresholds, Counts]:
         """Returns a threshold for each tensor, and the number of elements that reach it."""
 
-    def choose(self, v: Float32[Tensor, "n"], plan: Plan, seed: int) -> SparseVector:
-        thresholds, counts = self.estimate(Ranges(v, plan, seed))
-        return kernels.of(v).selection.select(v, plan.shared(counts), thresholds).elements
+    def choose(self, v: Float32[Tensor, "n"], quota: Quota, seed: int) -> SparseVector:
+        thresholds, counts = self.estimate(Ranges(v, quota, seed))
+        return kernels.of(v).selection.select(v, quota.shared(counts), thresholds).elements
 
 
 class Ranges:
@@ -45,9 +45,9 @@ class Ranges:
     Each call of `tail` or `count`, and the first use of `moments`, takes one pass over v.
     """
 
-    def __init__(self, v: Float32[Tensor, "n"], plan: Plan, seed: int = 0):
-        self.v, self.plan, self.seed = v, plan, seed
-        self.bounds, self.k = plan.per_tensor.bounds, plan.per_tensor.ks
+    def __init__(self, v: Float32[Tensor, "n"], quota: Quota, seed: int = 0):
+        self.v, self.quota, self.seed = v, quota, seed
+        self.bounds, self.k = quota.per_tensor.bounds, quota.per_tensor.ks
         self.n = self.bounds.diff()
 
     @cached_property
@@ -212,10 +212,10 @@ class Sampled(Estimator):
 
     def _from_samples(self, segments: Ranges) -> tuple[Thresholds, Tensor]:
         """The first thresholds, and which tensors are not larger than their sample: their threshold is 0."""
-        plan = segments.plan
+        quota = segments.quota
         generator = torch.Generator(segments.v.device).manual_seed(segments.seed)
         thresholds, whole = [], []
-        for part, ratio in zip(plan.split(segments.v), plan.ratios, strict=True):
+        for part, ratio in zip(quota.split(segments.v), quota.ratios, strict=True):
             samples = self._sample(part, ratio, generator)
             whole.append(samples.numel() == part.numel())
             if whole[-1]:
@@ -223,7 +223,7 @@ class Sampled(Estimator):
             else:
                 target = share(samples.numel(), ratio)
                 thresholds.append(samples.abs().topk(target, sorted=False).values.min())
-        return torch.stack(thresholds), torch.tensor(whole, dtype=torch.bool, device=plan.device)
+        return torch.stack(thresholds), torch.tensor(whole, dtype=torch.bool, device=quota.device)
 
     def _sample(self, v: Tensor, ratio: float, generator: torch.Generator) -> Tensor:
         """A random sample of v [n], or v itself if the sample would not be smaller."""
@@ -298,7 +298,7 @@ class Laplace(Estimator):
         return {"threshold": ()} if self.warm_start else {}
 
     def estimate(self, segments: Ranges) -> tuple[Thresholds, Counts]:
-        b, k, history = segments.mean, segments.k.clamp(min=1), segments.plan.history
+        b, k, history = segments.mean, segments.k.clamp(min=1), segments.quota.history
         t = segments.threshold(-b * segments.density.log())
         if self.warm_start and "threshold" in history:
             last = history["threshold"]
@@ -373,7 +373,7 @@ class Fixed(Estimator):
     Interspeech 2015).
 
     The selection takes one count. The number of elements depends only on the gradients. The ratio of the
-    compressor sets the plan's capacity: elements beyond it are cut by magnitude and stay in the residual.
+    compressor sets the quota's capacity: elements beyond it are cut by magnitude and stay in the residual.
 
     Args:
         threshold (float): t, in the unit of the gradients. Positive and finite.

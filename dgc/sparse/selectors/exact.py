@@ -12,7 +12,7 @@ from torch import Tensor
 import dgc.kernels as kernels
 from dgc.core.arguments import checked
 from dgc.kernels import Budget, PassInputs, Prediction, SparseVector
-from dgc.sparse.selectors.selector import Plan, Selector, SelectorResult
+from dgc.sparse.selectors.selector import Quota, Selector, SelectorResult
 
 
 @checked
@@ -30,11 +30,11 @@ class Exact(Selector):
     per_bucket: bool = False
     repeats = True
 
-    def budget(self, plan: Plan) -> Budget:
-        return plan.per_bucket if self.per_bucket else plan.per_tensor
+    def budget(self, quota: Quota) -> Budget:
+        return quota.per_bucket if self.per_bucket else quota.per_tensor
 
-    def choose(self, v: Float32[Tensor, "n"], plan: Plan, seed: int) -> SparseVector:
-        return kernels.of(v).selection.select(v, self.budget(plan)).elements
+    def choose(self, v: Float32[Tensor, "n"], quota: Quota, seed: int) -> SparseVector:
+        return kernels.of(v).selection.select(v, self.budget(quota)).elements
 
 
 @checked
@@ -50,8 +50,8 @@ class Radix(Exact):
         per_bucket (bool): see `Exact`.
     """
 
-    def choose(self, v: Float32[Tensor, "n"], plan: Plan, seed: int) -> SparseVector:
-        return kernels.of(v).selection.radix_select(v, self.budget(plan))
+    def choose(self, v: Float32[Tensor, "n"], quota: Quota, seed: int) -> SparseVector:
+        return kernels.of(v).selection.radix_select(v, self.budget(quota))
 
 
 @checked
@@ -88,11 +88,11 @@ class Predicted(Exact):
         if not 0 < self.margin <= 1:
             raise ValueError(f"margin is a fraction in (0, 1], not {self.margin}")
 
-    def select(self, inputs: PassInputs, plan: Plan, seed: int) -> SelectorResult:
-        kernel, budget, history = kernels.of(inputs.v).selection, self.budget(plan), plan.history
+    def select(self, inputs: PassInputs, quota: Quota, seed: int) -> SelectorResult:
+        kernel, budget, history = kernels.of(inputs.v).selection, self.budget(quota), quota.history
         lower_bounds = Prediction(history["t1"], history["t2"], self.margin) if history else None
         chosen = kernel.accumulate_and_select_(inputs, budget, lower_bounds)
-        plan.history.update(t1=chosen.thresholds, t2=history.get("t1", chosen.thresholds))
+        quota.history.update(t1=chosen.thresholds, t2=history.get("t1", chosen.thresholds))
         return SelectorResult(chosen.elements, chosen.first_nonfinite)
 
 
@@ -131,10 +131,10 @@ class TopKPerChunk(Selector):
         if self.chunk_size < 1:
             raise ValueError(f"chunk_size must be 1 element or more, not {self.chunk_size}")
 
-    def choose(self, v: Float32[Tensor, "n"], plan: Plan, seed: int) -> SparseVector:
-        return kernels.of(v).selection.select(v, plan.per_chunk(self.chunk_size)).elements
+    def choose(self, v: Float32[Tensor, "n"], quota: Quota, seed: int) -> SparseVector:
+        return kernels.of(v).selection.select(v, quota.per_chunk(self.chunk_size)).elements
 
-    def select(self, inputs: PassInputs, plan: Plan, seed: int) -> SelectorResult:
-        budget = plan.per_chunk(self.chunk_size)
+    def select(self, inputs: PassInputs, quota: Quota, seed: int) -> SelectorResult:
+        budget = quota.per_chunk(self.chunk_size)
         chosen = kernels.of(inputs.v).selection.accumulate_and_select_(inputs, budget, None)
         return SelectorResult(chosen.elements, chosen.first_nonfinite)

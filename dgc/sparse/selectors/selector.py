@@ -1,4 +1,4 @@
-"""The base class of selectors, and the plan of how many elements each tensor of a bucket sends."""
+"""The base class of selectors, and the quota: how many elements each tensor of a bucket sends."""
 
 import math
 from abc import ABC, abstractmethod
@@ -20,8 +20,8 @@ CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
-    """Tuples with one entry per tensor of the bucket. The payload holds `capacity` elements.
+class Quota:
+    """How many elements each tensor of a bucket sends: one entry per tensor. The payload holds `capacity` of them.
 
     ratio: of tensors of two or more dimensions. ratios: of all tensors.
     history: tensors that a selector keeps for its next step. Those in the selector's `rows` have one row
@@ -87,7 +87,7 @@ class Plan:
         }
 
     def take_history(self, rows: Mapping[str, Mapping[str, Any]]) -> None:
-        """Loads rows of `rows_of_history`, if there are rows of this ratio for all tensors of this plan."""
+        """Loads rows of `rows_of_history`, if there are rows of this ratio for all tensors of this quota."""
         own = [rows.get(segment.name, {}) for segment in self.segments]
         if all(row.keys() == own[0].keys() and row.get("ratio") == self.ratio for row in own):
             for key in (key for row in own[:1] for key in row if key != "ratio"):
@@ -107,17 +107,17 @@ def share(numel: int, ratio: float) -> int:
     return math.ceil(numel * ratio * (1 - 1e-9))
 
 
-def plan_selection(
+def quota_of(
     segments: Sequence[Segment], ratio: float, device: torch.device = CPU, vector_ratio: float | None = None
-) -> Plan:
-    """The plan with k = ceil(ratio * numel) for each tensor: at least one element of every non-empty tensor.
+) -> Quota:
+    """The quota with k = ceil(ratio * numel) for each tensor: at least one element of every non-empty tensor.
 
     Tensors of less than two dimensions have `vector_ratio`, or `ratio` if that is larger.
     """
     vectors = max(ratio, vector_ratio or 0.0)
     ratios = tuple(ratio if len(s.shape) > 1 else vectors for s in segments)
     ks = tuple(share(s.numel, own) for s, own in zip(segments, ratios, strict=True))
-    return Plan(tuple(segments), ks, ratio, ratios, device)
+    return Quota(tuple(segments), ks, ratio, ratios, device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,9 +129,9 @@ class SelectorResult:
 
 
 class Selector(ABC):
-    """Base class of selectors. A selector chooses at most `plan.capacity` elements of a bucket and never a zero.
+    """Base class of selectors. A selector chooses at most `quota.capacity` elements of a bucket and never a zero.
 
-    rows: what of `plan.history` the selection depends on, which is saved in checkpoints: for each name, the shape
+    rows: what of `quota.history` the selection depends on, which is saved in checkpoints: for each name, the shape
         of a tensor's row, in fp32 and not negative.
     repeats: whether each step does the same on a GPU, without a seed and without waiting. It can be a CUDA graph.
     """
@@ -140,10 +140,10 @@ class Selector(ABC):
     repeats = False
 
     @abstractmethod
-    def choose(self, v: Float32[Tensor, "n"], plan: Plan, seed: int) -> SparseVector:
+    def choose(self, v: Float32[Tensor, "n"], quota: Quota, seed: int) -> SparseVector:
         """Selects elements of v, which is not changed. All randomness of a selector must come from `seed`."""
 
-    def select(self, inputs: PassInputs, plan: Plan, seed: int) -> SelectorResult:
+    def select(self, inputs: PassInputs, quota: Quota, seed: int) -> SelectorResult:
         """Accumulates the gradient into v in one pass, then chooses from the new v."""
         first_nonfinite = kernels.of(inputs.v).selection.accumulate_(inputs)
-        return SelectorResult(self.choose(inputs.v, plan, seed), first_nonfinite)
+        return SelectorResult(self.choose(inputs.v, quota, seed), first_nonfinite)
