@@ -10,6 +10,7 @@ both sizes, and the optimum is taken for a power of the number of parameters:
                                                  with the same optimizer
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import log
@@ -17,7 +18,6 @@ from statistics import mean
 from typing import Any
 
 RANKS = 4
-ROWS, CONTEXT = 8, 128  # of a rank in one step: 4096 tokens on all ranks
 EPOCHS = 8  # evaluations, and places where a killed run is continued
 FIRST_RATE = {"adamw": 0.006, "muon": 0.006}  # where the search of the smallest size begins
 MOST_RATES = 6  # of a search, which then has found no optimum
@@ -31,7 +31,7 @@ class Size:
 
     Attributes:
         parameters: for the rule of transfer and the table.
-        steps: of 4096 tokens.
+        rows, context: of a rank in one step.
         seeds: runs of each arm.
         search_after: the size whose best rates a search begins with. None: the first.
         transferred_from: the two sizes whose rates are transferred. Then nothing is searched.
@@ -44,6 +44,8 @@ class Size:
     parameters: int
     subwords: bool = False
     steps: int = 2048
+    rows: int = 8
+    context: int = 128
     seeds: int = 3
     test_tokens: int = 262144
     search_after: str | None = None
@@ -55,7 +57,7 @@ class Size:
 
     @property
     def tokens(self) -> int:
-        return self.steps * RANKS * ROWS * CONTEXT
+        return self.steps * RANKS * self.rows * self.context
 
     @property
     def words(self) -> list[str]:
@@ -67,6 +69,9 @@ class Size:
         ]
 
 
+# on a GPU, in the 10 minutes of one command: 134 million subwords at 30m, 67 million at 120m
+ON_GPU: dict[str, Any] = {"context": 1024, "subwords": True, "seeds": 1, "test_tokens": 131072}
+ON_GPU |= {"transferred_from": ("0.4m", "2m")}
 SIZES = {
     size.name: size
     for size in (
@@ -84,6 +89,8 @@ SIZES = {
             test_tokens=131072,
             transferred_from=("0.4m", "2m"),
         ),
+        Size("30m", 512, 8, 8, 27_841_536, rows=16, **ON_GPU),
+        Size("120m", 896, 12, 14, 120_334_592, steps=4096, rows=4, **ON_GPU),
     )
 }
 QUEUE = ("0.4m", "2m", "8m")
@@ -124,6 +131,14 @@ class Run:
     @property
     def name(self) -> str:
         return f"{self.size}-{self.arm}-lr{self.rate:.6g}-seed{self.seed}"
+
+    @staticmethod
+    def of(name: str) -> "Run":
+        """The run of a name. Raises ValueError if there is none."""
+        found = re.fullmatch(r"(?P<size>[^-]+)-(?P<arm>.+)-lr(?P<rate>[0-9.e-]+)-seed(?P<seed>\d+)", name)
+        if found is None or found["size"] not in SIZES or found["arm"] not in ARMS:
+            raise ValueError(f"{name!r} is not SIZE-ARM-lrRATE-seedN, with a size and an arm of the study")
+        return Run(found["size"], found["arm"], float(found["rate"]), int(found["seed"]))
 
 
 Losses = Mapping[Run, float]  # of finished runs
@@ -204,20 +219,25 @@ def rate_of(losses: Losses, size: Size, arm: Arm) -> float | None:
     return transferred_rate(losses, size, arm) if known else None
 
 
-def wanted(losses: Losses, sizes: Iterable[str], arms: Sequence[str], seeds: int | None = None) -> Iterator[Run]:
-    """The runs that are not finished and can begin, the most useful first. Others follow from their results."""
+def wanted(
+    losses: Losses, sizes: Iterable[str], arms: Sequence[str], seeds: int | None = None, rate: float | None = None
+) -> Iterator[Run]:
+    """The runs that are not finished and can begin, the most useful first. Others follow from their results.
+
+    rate: in place of what the rules above give.
+    """
     for name in sizes:
         size = SIZES[name]
         of_size: list[Run] = []
-        if size.transferred_from is None and name != "tiny":
+        if size.transferred_from is None and name != "tiny" and rate is None:
             for arm in (ARMS[each] for each in arms):
                 first = first_rate(losses, size, arm)
                 rates = [] if first is None else next_rates(searched(losses, name, arm.method), first)
                 of_size += [Run(name, arm.method, rate, 0) for rate in rates]
         for seed in range(size.seeds if seeds is None else seeds):
             for arm in (ARMS[each] for each in arms):
-                rate = rate_of(losses, size, arm)
-                of_size += [] if rate is None else [Run(name, arm.method, rate, seed)]
+                own = rate_of(losses, size, arm) if rate is None else rate
+                of_size += [] if own is None else [Run(name, arm.method, own, seed)]
         yield from (run for run in of_size if run not in losses)
 
 
@@ -228,7 +248,8 @@ def words_of(run: Run, root: str) -> list[str]:
         "dataset.root": root,
         "task.steps_per_epoch": size.steps // EPOCHS,
         "train.num_epochs": EPOCHS,
-        "train.batch_size": ROWS,
+        "train.batch_size": size.rows,
+        "task.context": size.context,
         "train.optimizer.lr": f"{run.rate / RANKS:.6g}",
         "train.scheduler.warmup_steps": round(WARM_UP * size.steps),
         "data.num_threads_per_worker": 1,

@@ -8,6 +8,11 @@ the rule of `benchmarks/_scaling_plan.py`. A run uses one core. Start the comman
 takes the next run that no other has. It stops after --minutes with exit status 75 if runs are left, and the same
 command continues, with the bits of an uninterrupted run. If it is killed, it continues at the last evaluation.
 
+With --batched the ranks' forward and backward passes are one batch (`benchmarks/_batched_ranks.py`), and --device
+cuda does that on a GPU. Such runs keep no checkpoints. The sizes 30m and 120m are for a GPU:
+
+    python -m benchmarks.scaling_study --device cuda --sizes 30m --arms muon muon-4-bits --keep runs --rate 0.002
+
 Each finished run is a file of JSON in --results: losses, bytes, seconds, command, commit, versions, and hash of
 the data. --draw makes a table and two pictures of these files: the gap to dense Muon against parameters, and the
 seconds after which the largest model is as good as dense AdamW at its end, on three links. The seconds of a step
@@ -29,6 +34,7 @@ from typing import Any
 
 import torch
 
+from benchmarks._batched_ranks import BatchedRun
 from benchmarks._harness import Table, options, print_json, to_json
 from benchmarks._runs import GPT, simulate, summary_of
 from benchmarks._scaling_plan import (
@@ -40,8 +46,10 @@ from benchmarks._scaling_plan import (
     SIZES,
     Losses,
     Run,
+    best_rate,
     exponent,
     rate_of,
+    searched,
     wanted,
     words_of,
 )
@@ -49,7 +57,9 @@ from benchmarks.convergence import standard_error
 from benchmarks.figures import axes_of, write
 from dgc_datasets import PackageSources
 from dgc_training.atomic_write import write_atomically
+from dgc_training.config import load
 from dgc_training.faults.interruption import EXIT_SAVED
+from dgc_training.startup.arguments import parse_arguments
 from scripts.methods import changes_of, files_of
 from scripts.plot import read
 
@@ -114,6 +124,47 @@ def processor() -> str:
     return "unknown"
 
 
+def common(run: Run, words: Sequence[str], about: Result) -> dict[str, Any]:
+    """What the result of a run says about how it was made."""
+    size, at = SIZES[run.size], list(words).index("--run-dir")
+    return {
+        **{"size": run.size, "arm": run.arm, "rate": run.rate, "seed": run.seed},
+        **{"parameters": size.parameters, "steps": size.steps, "tokens": size.tokens, "ranks": RANKS},
+        "command": f"python -m benchmarks.scaling_study --run {run.name}",
+        "train": " ".join([*words[:at], *words[at + 4 :]]),
+        "commit": commit(),
+        "versions": {"python": sys.version.split()[0], "torch": torch.__version__, "processor": processor()},
+        "data": about,
+    }
+
+
+def train_batched(run: Run, data: str, device: torch.device) -> Result:
+    """A run whose ranks are one batch, from its beginning to its end."""
+    size, start = SIZES[run.size], time.perf_counter()
+    words = to_train(run, Path("unused"), data)
+    args, overrides = parse_arguments(words)
+    batched = BatchedRun(load(args.configs, overrides), RANKS, device)
+    curve, seconds = batched.train()
+    about = batched.dataset.about
+    share = about["tokens"]["test"] / about["characters"]["test"]
+    points = [
+        {"step": at["step"], "bits_per_character": share * at["bits"], "wire_bytes": at["wire_bytes"]}
+        for at in curve
+    ]
+    sent = ("wire_bytes", "payload_bytes", "dense_wire_bytes")
+    found = common(run, words, about)
+    if device.type == "cuda":
+        found["versions"]["device"] = torch.cuda.get_device_name(device)
+    return {
+        **found,
+        "bits_per_character": points[-1]["bits_per_character"],
+        "curve": points,
+        **{key: curve[-1][key] for key in sent},
+        **{"dropped_steps": 0, "minutes": (time.perf_counter() - start) / 60, "cpu_ms_per_step": None},
+        **{"batched": True, "tokens_per_second": size.tokens / seconds},
+    }
+
+
 def train(run: Run, keep: Path, data: str, until: float) -> Result | None:
     """Begin or continue a run. Returns its result, or None if it was stopped."""
     size, place = SIZES[run.size], keep / run.name
@@ -129,22 +180,16 @@ def train(run: Run, keep: Path, data: str, until: float) -> Result | None:
     curve = read(str(place)).validation
     of_training = summary["training_seconds"] / summary["seconds"]
     return {
-        **{"size": run.size, "arm": run.arm, "rate": run.rate, "seed": run.seed},
+        **common(run, words, about),
         "bits_per_character": share * summary["final"]["bits_per_character/test"],
         "curve": [
             {"step": round(step), "bits_per_character": share * bits, "wire_bytes": round(wire)}
             for step, bits, wire in zip(curve.steps, curve.y, curve.wire, strict=True)
         ],
-        **{"parameters": size.parameters, "steps": size.steps, "tokens": summary["tokens"], "ranks": RANKS},
         **{key: summary[key] for key in ("wire_bytes", "payload_bytes", "dense_wire_bytes", "dropped_steps")},
         "minutes": summary["seconds"] / 60,
         # of one rank, without evaluation; only of a run that was not cut, whose seconds are all known
         "cpu_ms_per_step": 1e3 * seconds * of_training / size.steps / RANKS if is_new else None,
-        "command": f"python -m benchmarks.scaling_study --run {run.name}",
-        "train": " ".join(words[: words.index("--run-dir")] + words[words.index("--run-dir") + 4 :]),
-        "commit": commit(),
-        "versions": {"python": sys.version.split()[0], "torch": torch.__version__, "processor": processor()},
-        "data": about,
     }
 
 
@@ -153,9 +198,10 @@ def work(args: argparse.Namespace, until: float) -> bool:
     args.results.mkdir(parents=True, exist_ok=True)
     while True:
         losses = losses_of(read_results(args.results))
-        left = list(wanted(losses, args.sizes, args.arms, args.seeds))
-        if args.run:
-            left = [run for run in left if run.name == args.run]
+        if args.run is None:
+            left = list(wanted(losses, args.sizes, args.arms, args.seeds, args.rate))
+        else:
+            left = [] if args.run in losses else [args.run]
         if not left:
             return True
         for run in left:
@@ -163,7 +209,10 @@ def work(args: argparse.Namespace, until: float) -> bool:
                 file = args.results / f"{run.name}.json"
                 if not is_mine or file.exists():
                     continue
-                result = train(run, args.keep, args.data, until)
+                if args.batched:
+                    result: Result | None = train_batched(run, args.data, torch.device(args.device))
+                else:
+                    result = train(run, args.keep, args.data, until)
                 if result is None:
                     print(f"{run.name} is saved: the same command continues", flush=True)
                     return False
@@ -186,9 +235,10 @@ def compared(results: Mapping[Run, Result]) -> dict[str, dict[str, list[Result]]
     """{size: {arm: its runs at the best rate, by seed}}."""
     losses = losses_of(results)
     found: dict[str, dict[str, list[Result]]] = {}
-    for size in QUEUE:
+    for size in (name for name in SIZES if name != "tiny"):
         for arm in ARMS.values():
-            rate = rate_of(losses, SIZES[size], arm)
+            rates = searched(losses, size, arm.method)
+            rate = rate_of(losses, SIZES[size], arm) if size in QUEUE else best_rate(rates) if rates else None
             if own := [
                 results[run]
                 for run in sorted(results, key=lambda run: run.seed)
@@ -344,7 +394,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", choices=["tiny"], help="as --sizes tiny")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM")
     parser.add_argument("--seeds", type=int, help="default: 3, and 1 of the largest size")
-    parser.add_argument("--run", metavar="NAME", help="one run alone, by the name that its result has")
+    parser.add_argument("--rate", type=float, help="learning rate in place of the one that the rule gives")
+    parser.add_argument("--batched", action="store_true", help="the passes of all ranks as one batch")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: --batched on a GPU")
+    parser.add_argument(
+        "--run", type=Run.of, metavar="NAME", help="one run alone, by the name that its result has"
+    )
     parser.add_argument("--minutes", type=float, help="stop after so many; the same command continues")
     parser.add_argument(
         "--keep", type=Path, metavar="FOLDER", help="runs and checkpoints; with it runs are trained"
@@ -357,6 +412,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.model:
         args.sizes = [args.model]
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch finds no GPU here")
+    args.batched |= args.device == "cuda"
     torch.set_num_threads(1)
     if args.keep is not None:
         # with an end, finished runs keep no checkpoints

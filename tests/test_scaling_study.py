@@ -2,8 +2,10 @@
 
 import json
 import signal
+import sys
+import threading
 from collections.abc import Iterator
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ import torch
 from refusals import refuse
 
 from benchmarks import scaling_study as study
+from benchmarks._batched_ranks import BatchedRun
+from benchmarks._runs import simulate
 from benchmarks._scaling_plan import (
     ARMS,
     QUEUE,
@@ -144,7 +148,7 @@ def test_the_queue_has_every_arm_and_seed_and_ends() -> None:
 
 
 def test_every_size_and_arm_is_built_with_the_parameters_that_the_table_says(tmp_path: Path) -> None:
-    for size, arm in [(size, "muon") for size in SIZES] + [("2m", arm) for arm in ARMS]:
+    for size, arm in zip(cycle(SIZES), ARMS, strict=False):  # all sizes, all arms
         words = study.to_train(Run(size, arm, 0.008, 1), tmp_path / "run", str(tmp_path))
         args, overrides = parse_arguments(words)
         tree = load(args.configs, overrides)
@@ -155,6 +159,7 @@ def test_every_size_and_arm_is_built_with_the_parameters_that_the_table_says(tmp
         steps = tree.train.num_epochs * tree.task.steps_per_epoch
         assert steps == SIZES[size].steps == tree.train.scheduler.total_steps
         assert 4 * tree.train.batch_size * tree.task.context * steps == SIZES[size].tokens
+        assert model.context == tree.task.context
 
 
 # --- runs -----------------------------------------------------------------------------------------
@@ -226,7 +231,8 @@ def test_the_command_trains_what_is_missing_and_leaves_runs_of_other_processes(
 
     monkeypatch.setattr(study, "train", train)
     monkeypatch.setattr(study, "POLL", 0.05)
-    words = ["--model", "tiny", "--arms", "muon", "dense", "int8", "--results", str(results), "--keep", str(keep)]
+    words = ["--model", "tiny", "--arms", "muon", "dense", "int8"]
+    words += ["--results", str(results), "--keep", str(keep)]
     with study.claimed(keep / names[0]) as is_mine:
         assert is_mine
         with pytest.raises(SystemExit, match="75"):
@@ -237,8 +243,64 @@ def test_the_command_trains_what_is_missing_and_leaves_runs_of_other_processes(
         assert trained == [*names[1:], names[2]]
     study.main(words)
     assert trained[3:] == names[:1] and sorted(file.stem for file in results.iterdir()) == sorted(names)
-    study.main([*words, "--run", "no such run"])
+    study.main([*words, "--run", names[0]])  # finished
     assert len(trained) == 4
+    study.main([*words, "--run", "tiny-dense-lr0.02-seed3"])
+    assert trained[4:] == ["tiny-dense-lr0.02-seed3"]
+    study.main([*words, "--arms", "muon", "--rate", "0.001"])
+    assert trained[5:] == ["tiny-muon-lr0.001-seed0"]
+    refuse("'30m-x-lr0.1-seed0' is not SIZE-ARM-lrRATE-seedN", Run.of, "30m-x-lr0.1-seed0")
+
+
+def test_batched_ranks_train_as_ranks_of_their_own_do_and_send_the_same_bytes(tmp_path: Path, tokens: str) -> None:
+    """Gradients in 4 bits, whose ranks share a model, and local steps: equal but for rounding."""
+    for arm in ("muon-4-bits", "muon-local-2-bits-h20"):
+        run = Run("tiny", arm, 0.006, 0)
+        expected = study.train(run, tmp_path, tokens, 1e12)
+        found = study.train_batched(run, tokens, torch.device("cpu"))
+        assert expected is not None and found["wire_bytes"] == expected["wire_bytes"]
+        same = ("payload_bytes", "dense_wire_bytes", "tokens", "train", "data")
+        assert {key: found[key] for key in same} == {key: expected[key] for key in same}
+        bits, own = ([at["bits_per_character"] for at in of["curve"]] for of in (found, expected))
+        # the first exchange of models is after step 20: until then there is rounding alone
+        assert bits[:2] == pytest.approx(own[:2], abs=2e-3) and bits == pytest.approx(own, rel=0.02)
+        assert own[0] - own[-1] > 0.5
+
+
+def test_batched_ranks_make_a_third_of_the_calls(tmp_path: Path, tokens: str) -> None:
+    """Calls of Python and of C functions in a step, of a model of 12 layers with dense gradients and Muon."""
+
+    def calls(act: Any) -> int:
+        count = [0]
+
+        def watch(frame: Any, event: str, _: Any) -> None:
+            count[0] += event in ("call", "c_call")
+
+        threading.setprofile(watch)
+        sys.setprofile(watch)
+        try:
+            act()
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)
+        return count[0]
+
+    def words(steps: int) -> list[str]:
+        run = Run("tiny", "muon", 0.006, 0)
+        changes = {"model.layers": 12, "task.steps_per_epoch": steps, "train.num_epochs": 1, "train.batch_size": 1}
+        changes |= {"train.scheduler.warmup_steps": 1}
+        own = study.to_train(run, tmp_path / str(steps), tokens)
+        return [*own, *(f"--configs.{key}={value}" for key, value in changes.items())]
+
+    def batched(steps: int) -> None:
+        args, overrides = parse_arguments(words(steps))
+        BatchedRun(load(args.configs, overrides), 4, torch.device("cpu")).train()
+
+    found = []
+    for act in (lambda steps: simulate(4, words(steps)), batched):
+        act(2)  # imports
+        found.append((calls(lambda act=act: act(7)) - calls(lambda act=act: act(3))) / 4)
+    assert found[0] > 3 * found[1] > 0, found
 
 
 # --- what is drawn --------------------------------------------------------------------------------
