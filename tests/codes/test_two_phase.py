@@ -1,6 +1,7 @@
 """Compression in both directions: by hand, bytes on the wire, and errors that move to other ranks and buckets."""
 
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from dgc.codes.chunked_signs import divide_into_chunks
 from dgc.compression import TwoPhaseCompressor
 from dgc.contrib import DoubleSqueezeCompressor
 from dgc.paper.onebit_adam import compress
-from dgc.testing import flat, gradients
+from dgc.testing import Fleet, flat, gradients
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 SMALL, N = ((7, 20), (33,), (0, 4), (5,), (2, 3, 8)), 226
@@ -139,3 +140,53 @@ def test_steps_use_the_same_memory_whether_they_count_or_are_dropped(make: Any) 
             before[rank] = set(places)
             seen.append(len(places))
     assert set(seen) == {6 if ranks.compressors[0].error_feedback else 2}
+
+
+with_every_code = pytest.mark.parametrize(
+    ("bits", "block", "hadamard"), [*product((8, 4), (64, 512), (False, True))]
+)
+
+
+def fp64_step(make: Any, size: int, value: float, last: float | None = None) -> Any:
+    """Two steps of gradients of this value in fp64. last: The first element of the last rank's."""
+    fleet = Fleet(make, size, [torch.zeros(shape, dtype=torch.float64) for shape in SMALL])
+    for _ in range(2):
+        own = [[torch.full(shape, value, dtype=torch.float64) for shape in SMALL] for _ in range(size)]
+        if last is not None:
+            own[-1][0][0, 0] = last
+        means = fleet.step(own)
+    return fleet, means
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize("value", [1e-200, 1e-300, 1e-310, 1e-46])
+@with_every_code
+def test_fp64_gradients_below_the_range_of_fp32_are_zero(
+    bits: int, block: int, hadamard: bool, value: float, size: int
+) -> None:
+    fleet, means = fp64_step(partial(TwoPhaseCompressor, bits, block, hadamard=hadamard), size, value)
+    assert fleet.nonfinite == [None] * size
+    assert all(mean.dtype == torch.float64 and not mean.any() for mean in means)
+    assert not any(error.any() for error in fleet.errors())
+
+
+@pytest.mark.parametrize("value", [1e-200, 1e-310])
+@with_every_code
+def test_an_ordinary_element_is_sent_beside_such_ones(bits: int, block: int, hadamard: bool, value: float) -> None:
+    fleet, means = fp64_step(partial(TwoPhaseCompressor, bits, block, hadamard=hadamard), 3, value, last=0.75)
+    errors = sum(fleet.errors())
+    for mean in means:  # two steps: what is not in the mean is in the errors
+        assert mean.isfinite().all() and abs(float(mean[0]) - 0.25) < 0.1
+    assert errors.isfinite().all() and float(errors.abs().max()) < 0.75
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize("value", [1e20, 1e39, 1e300])
+@with_every_code
+def test_fp64_gradients_beyond_the_range_drop_the_step(
+    bits: int, block: int, hadamard: bool, value: float, size: int
+) -> None:
+    fleet, _ = fp64_step(partial(TwoPhaseCompressor, bits, block, hadamard=hadamard), size, 0.5, last=value)
+    told = f"the gradient of p0 on rank {size - 1} has NaN or inf, or is 2**64 or more"
+    assert fleet.nonfinite == [told] * size
+    assert all(error.isfinite().all() for error in fleet.errors())
