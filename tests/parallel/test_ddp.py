@@ -303,6 +303,46 @@ def test_a_state_continues_bit_for_bit_also_in_other_buckets_optimizers_and_proc
     assert group.run(resumed, tmp_path) == found
 
 
+STEPS, BAD = 10, 4  # the number of steps of a run, and of its step that is dropped
+
+
+def go_on(trainer: Trainer, steps: Iterable[int]) -> tuple[str, float]:
+    last = trainer.transport.rank == trainer.transport.size - 1
+    warnings.filterwarnings("ignore", message=".*every rank drops this step")
+    for step in steps:
+        trainer.step(step, math.nan if last and step == BAD else 1.0)
+    return trainer.weights, trainer.exchange.error_norm()
+
+
+def saved_before_every_step(transport: Any, folder: Path, method: str, through: str) -> tuple[str, float]:
+    trainer = Trainer(transport, method, through)
+    for step in range(STEPS):
+        Path(folder, f"{step}.{transport.rank}").write_bytes(trainer.state())
+        end = go_on(trainer, [step])
+    return end
+
+
+def resumed_before_every_step(transport: Any, folder: Path, method: str, through: str) -> list[tuple[str, float]]:
+    ends = []
+    for step in range(STEPS):
+        trainer = Trainer(transport, method, through)
+        trainer.load(Path(folder, f"{step}.{transport.rank}").read_bytes())
+        ends.append(go_on(trainer, range(step, STEPS)))
+    return ends
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("through", ["ddp", "optimizer"])
+@pytest.mark.parametrize("method", ["dgc", "powersgd", "4 bits"])
+@pytest.mark.parametrize("group", [over(torchrun, 2), over(torchrun, 3)], indirect=True)
+def test_new_processes_resume_bit_for_bit_before_every_step(
+    group: Group, method: str, through: str, tmp_path: Path
+) -> None:
+    ends = group.run(saved_before_every_step, tmp_path, method, through, last=True)
+    found = group.run(resumed_before_every_step, tmp_path, method, through)
+    assert found == [[end] * STEPS for end in ends] and ends[0][1] > 0
+
+
 @pytest.mark.parametrize("call", ["gather_state", "load_gathered"])
 @each_rank_of(over(torchrun, 3), over(mpirun, 2))
 def test_rank_0_alone_gets_an_error_that_names_the_others_and_then_all_may_call(transport: Any, call: str) -> bool:
