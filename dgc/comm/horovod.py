@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -12,6 +13,8 @@ from weakref import WeakSet
 
 import torch
 
+from dgc.comm.collectives import all_gather_object
+from dgc.comm.presence import Address, Presence, explain
 from dgc.comm.requests import (
     AllGather,
     AllReduce,
@@ -60,6 +63,8 @@ import horovod.torch as hvd  # noqa: E402  (its libraries read the environment w
 _uses_fusion = _fusion_threshold not in (None, "0") or (_fusion_threshold is None and hvd.is_initialized())
 NO_BYTES = torch.empty(0, dtype=torch.uint8)
 LONGEST_WAIT_AT_EXIT = 10.0  # seconds
+PAUSE = 1e-5  # seconds between two looks at a message that has a time limit
+LOST = ("has been shut down", "gloo/transport")  # in Horovod's errors when a rank is gone
 _OPS = {"mean": hvd.Average, "sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}
 
 
@@ -81,6 +86,27 @@ def meet_at_exit() -> None:
     """Let this rank wait for the others at exit. Every rank must call it, after hvd.init()."""
     atexit.unregister(_meet_at_exit)  # once per process; it must run before Horovod's own shutdown
     atexit.register(_meet_at_exit)
+
+
+class _Ending:
+    """Whether a message was waited for in vain. Horovod's shutdown would then wait for the same rank, for ever."""
+
+    in_vain = False
+    is_registered = False
+
+    @classmethod
+    def register(cls) -> None:
+        """Let the process end without Horovod's shutdown in that case. Call it after hvd.init()."""
+        if not cls.is_registered:
+            atexit.register(cls._end)  # what is registered later, such as the user's functions, is called before
+            cls.is_registered = True
+
+    @classmethod
+    def _end(cls) -> None:
+        if cls.in_vain:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
 
 
 _cannot_join: WeakSet["HorovodTransport"] = WeakSet()  # with exchanges that are not all-reduces alone
@@ -131,6 +157,7 @@ class HorovodTransport(GroupedTransport):
 
     Args:
         hierarchical, timeout: As in `dgc.comm.connect.connect`. None: no limit, or the limit of a running Horovod.
+            After an error at the limit the process ends without Horovod's shutdown, which would wait on.
         process_set: The hvd.ProcessSet of the ranks to connect, this one among them. They are numbered from 0, and
             each counts as a machine. None: all ranks.
 
@@ -175,6 +202,8 @@ class HorovodTransport(GroupedTransport):
             )
         if hierarchical and can_make_groups:
             self._make_groups(only_if_useful=hierarchical == "auto")
+        self._addresses = self._exchange_addresses()
+        _Ending.register()
 
     def _make_groups(self, only_if_useful: bool) -> None:
         """Create one process set per machine, and one per local rank across the machines."""
@@ -197,6 +226,25 @@ class HorovodTransport(GroupedTransport):
             own_members = groups.members[kind]
             self._process_sets[kind] = (process_sets[tuple(own_members)], own_members)
         meet_at_exit()
+
+    def _exchange_addresses(self) -> list[Address | None]:
+        """Let other ranks see that this process exists. Returns the addresses of Horovod's ranks."""
+        hosts = all_gather_object(self, own := socket.gethostname(), "hosts")
+        self._presence = Presence(next((host for host in hosts if host != own), ""))
+        addresses: list[Address | None] = [None] * hvd.size()
+        found = all_gather_object(self, self._presence.address, "addresses")
+        for rank, address in zip(self.members("world"), found, strict=True):
+            addresses[rank] = address
+        return addresses
+
+    def _explain(self, ranks: Sequence[int]) -> str:
+        """Say which of these ranks of Horovod, that this one has waited for, is gone."""
+        return explain([rank for rank in ranks if rank != hvd.rank()], self._addresses)
+
+    def in_vain(self, ranks: Sequence[int], what: str) -> RuntimeError:
+        """Return the error of a message that these ranks have not sent within the time limit."""
+        _Ending.in_vain = True
+        return RuntimeError(f"{self._explain(ranks)}. {what} was not complete after {self.timeout:g} seconds")
 
     def members(self, group: Group) -> list[int]:
         """The ranks of this rank's group of that kind, counted among all of Horovod's."""
@@ -247,7 +295,7 @@ class HorovodTransport(GroupedTransport):
     def _reply(self, request: Request, handle: int | None) -> Reply:
         if handle is None:
             return reply_of_one(request)
-        output = hvd.synchronize(handle)
+        output = self._output(request, handle)
         match request:
             case AllGather():
                 return tuple(output.chunk(self.group_size(request.group)))
@@ -261,3 +309,17 @@ class HorovodTransport(GroupedTransport):
                     as_bytes(buffer).copy_(pieces[source])
                 return receives
         return output
+
+    def _output(self, request: Request, handle: int) -> Any:
+        ranks = self.members(request.group)
+        end = None if self.timeout is None else time.monotonic() + self.timeout
+        while end is not None and not hvd.poll(handle):
+            if time.monotonic() >= end:
+                raise self.in_vain(ranks, f"A message of {type(request).__name__}")
+            time.sleep(PAUSE)
+        try:
+            return hvd.synchronize(handle)
+        except RuntimeError as error:
+            if not any(part in str(error) for part in LOST):  # ranks send what does not fit
+                raise
+            raise type(error)(f"{self._explain(ranks)}. The network's own message: {error}") from error

@@ -3,13 +3,15 @@
 Each transport and each channel has a communicator of its own.
 """
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from dgc.comm.channel import Channel, MessageTags
+from dgc.comm.meeting import named
 from dgc.comm.requests import Exchange, Reply, Request, as_bytes
 from dgc.comm.transport import Transport, WrappingTransport
 
@@ -18,10 +20,11 @@ MAX_COUNT = 2**31 - 1  # of elements in a message: a C int
 
 @dataclass(eq=False)
 class PointToPointWork:
-    """Pending receives, and the replies that they fill."""
+    """Pending receives with the ranks that send, and the replies that they fill."""
 
     replies: tuple[Reply, ...]
-    receives: list[Any]
+    receives: list[Any] = field(default_factory=list)
+    sources: list[int] = field(default_factory=list)
 
 
 class PointToPointTransport(WrappingTransport):
@@ -34,7 +37,7 @@ class PointToPointTransport(WrappingTransport):
         ValueError: As `running_mpi`, or the rank numbers of `inner` differ from MPI's.
     """
 
-    inner: Any  # its `members` lists the ranks of a group
+    inner: Any  # its `members` lists the ranks of a group, and its `in_vain` says which of them is gone
 
     def __init__(self, inner: Transport):
         MPI = running_mpi()
@@ -55,7 +58,7 @@ class PointToPointTransport(WrappingTransport):
     def launch(self, name: str, requests: Sequence[Request], communicator: str = "") -> Any:
         if not any(isinstance(request, Exchange) for request in requests):
             return self.inner.launch(name, requests, communicator)
-        work = PointToPointWork(tuple(r.receives for r in requests if isinstance(r, Exchange)), [])
+        work = PointToPointWork(tuple(r.receives for r in requests if isinstance(r, Exchange)))
         self._pending_sends = [(sending, tensor) for sending, tensor in self._pending_sends if not sending.Test()]
         for i, request in enumerate(requests):
             if not isinstance(request, Exchange):
@@ -65,6 +68,7 @@ class PointToPointTransport(WrappingTransport):
             sends = {to: mpi_buffer(tensor, self._MPI) for to, tensor in request.sends.items()}
             for source, buffer in receives.items():
                 work.receives.append(self._communicator.Irecv(buffer, members[source], tag))
+                work.sources.append(members[source])
             for to, buffer in sends.items():
                 self._pending_sends.append((self._communicator.Isend(buffer, members[to], tag), request.sends[to]))
         return work
@@ -77,7 +81,15 @@ class PointToPointTransport(WrappingTransport):
     def wait(self, work: Any) -> tuple[Reply, ...]:
         if not isinstance(work, PointToPointWork):
             return tuple(self.inner.wait(work))
-        self._MPI.Request.Waitall(work.receives)
+        if self.timeout is None:
+            self._MPI.Request.Waitall(work.receives)
+            return work.replies
+        end = time.monotonic() + self.timeout
+        while not self._MPI.Request.Testall(work.receives):  # it yields the core, as Waitall does
+            if time.monotonic() >= end:
+                pairs = zip(work.receives, work.sources, strict=True)
+                missing = sorted({source for receive, source in pairs if not receive.Test()})
+                raise self.inner.in_vain(missing, f"An Exchange with {named(missing)}")
         return work.replies
 
 

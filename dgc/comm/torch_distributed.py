@@ -111,7 +111,7 @@ class TorchTransport(GroupedTransport):
                 dist.init_process_group(backend, timeout=duration, rank=0, world_size=1, store=dist.HashStore())
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.point_to_point = "nccl" not in backend  # an Exchange uses Gloo
-        self._presence = Presence()
+        self._presence = Presence(os.environ.get("MASTER_ADDR", ""))
         self._place, self._addresses = find_groups(self._presence.address)
         machine = self._place.members["local"]
         self.local_rank, self.local_size = machine.index(self.rank), len(machine)

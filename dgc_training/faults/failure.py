@@ -33,7 +33,7 @@ UNWIND_TIME = 3.0
 # through which ranks connect.
 SECONDARY_ERRORS = {
     "HorovodInternalError": ("has been shut down",),
-    "RuntimeError": ("gloo/transport", "Application timeout caused pair closure"),
+    "RuntimeError": ("gloo/transport", "Application timeout caused pair closure", "was not complete after"),
     "DistBackendError": ("gloo/transport", "ncclRemoteError"),
     "DistNetworkError": ("timed out", "recv", "Broken pipe", "Connection reset"),
     "DistStoreError": ("timeout", "timed out", "Timed out"),
