@@ -134,7 +134,7 @@ class Recorder:
                     of.collect(i)
 
         self._fill = set_gradients
-        return [(of.bucket, of.compressor) for of in planned]
+        return [(of.bucket, of.states) for of in planned]
 
     def _refill(self, planned: Planned, step: int) -> None:
         self._fill(step)

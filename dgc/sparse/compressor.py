@@ -246,7 +246,10 @@ class SparseCompressor(Compressor):
         return self.memory.correction
 
     def initialize(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """Compresses only these tensors. Without this call, `vectors` says which tensors."""
+        """Compresses only these tensors. Without this call, `vectors` says which tensors.
+
+        The original work's interface. It is a setting: call it before an optimizer uses the compressor.
+        """
         self._names = {name for name, _ in named_pairs(named_parameters)}
 
     def accepts(self, segment: Segment) -> bool:

@@ -44,7 +44,7 @@ CACHE = Path("/sys/devices/system/cpu/cpu0/cache")
 DECODED_BYTES = 2**24  # of replies to the last all-gather; larger ones are not decoded
 REFERENCE_SIZE = 4  # machines of the run that tells which all-gather is the last round
 
-Planned = Sequence[tuple[Bucket, Compressor]]
+Planned = Sequence[tuple[Bucket, Compressor | BucketStates]]
 Plan = Callable[[int, int], Planned]
 Refill = Callable[[Planned, int], None]
 
@@ -144,8 +144,9 @@ def record_steps(
     last, and the replies, which grow with the number of ranks, exceed DECODED_BYTES.
 
     Args:
-        plan: Given the number of ranks and the rank, returns the buckets, with gradients, and new compressors for
-            them. It is called once or twice for each recorded rank.
+        plan: Given the number of ranks and the rank, returns the buckets, with gradients, and for each its
+            compressor, or the states that an exchange keeps before its first step. It is called once or twice for
+            each recorded rank.
         size, local_size: As in `AlikeRanks`. For a compressor that sends from rank to rank, a power of two.
         steps: Number of exchanges.
         refill: Sets the gradients of the planned buckets before exchange number 0, 1, ... None: for a single one.
@@ -175,16 +176,17 @@ def _record_rank(plan: Plan, ranks: AlikeRanks, steps: int, refill: Refill | Non
         reference = _record_rank(plan, fewer, steps, refill)[-1]
         ends = [tuple(message.kind for message in bucket) for bucket in reference.buckets]
     planned = plan(size, ranks.rank)
-    states = {id(compressor): BucketStates(compressor) for _, compressor in planned}
-    for bucket, compressor in planned:
-        states[id(compressor)].add(bucket, size, ranks.rank)
+    states = {id(of): of if isinstance(of, BucketStates) else BucketStates(of) for _, of in planned}
+    for bucket, of in planned:
+        if not isinstance(of, BucketStates):
+            states[id(of)].add(bucket, size, ranks.rank)
     found = []
     for step in range(steps):
         if refill is not None:
             refill(planned, step)
         recorded = []
-        for i, (bucket, compressor) in enumerate(planned):
-            conversation = states[id(compressor)].reduce(bucket)
+        for i, (bucket, of) in enumerate(planned):
+            conversation = states[id(of)].reduce(bucket)
             recorded.append(_record(conversation, ranks, bucket.device, ends[i] if ends else ()))
             bucket.release()
         messages, elements = tuple(of for of, _, _ in recorded), tuple(bucket.numel for bucket, _ in planned)
