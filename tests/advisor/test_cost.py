@@ -23,7 +23,7 @@ from torch import nn
 from dgc.advisor.candidates import measure_candidate
 from dgc.advisor.command import loss_of_model, main, moved
 from dgc.advisor.cost import BucketWork, Compute, Message, Network, Traffic, overlapped, predict
-from dgc.advisor.cost.computing import AlikeRanks, fit_computing, machine_of, record_steps, typical
+from dgc.advisor.cost.computing import AlikeRanks, Planned, fit_computing, machine_of, record_steps, typical
 from dgc.advisor.methods import METHODS, builder
 from dgc.advisor.paper import WIDEST, candidate_on_paper, shape_of, workload_on_paper
 from dgc.advisor.workload import Workload
@@ -42,7 +42,6 @@ pytestmark = pytest.mark.usefixtures("no_type_checks", "small_caches")
 Printed = pytest.CaptureFixture[str]
 NETWORK = Network(latency=1e-3, bandwidth=1e6, inner_latency=1e-4, inner_bandwidth=1e7)
 ALONE = replace(NETWORK, ranks_per_machine=1)
-Planned = Sequence[tuple[Bucket, Compressor]]
 PAPER, HOSTS = ["--parameters", "350M", "--step", "1.2s"], ["--hosts", "8", "--rate", "1gbit"]
 CPU = torch.device("cpu")
 
@@ -60,11 +59,11 @@ class Asks(StatelessCompressor):
             yield requests
         return Reduced(DenseResult(), state)
 
-    def plan(self, size: int = 1, rank: int = 0) -> Planned:
+    def plan(self, size: int = 1, rank: int = 0) -> list[tuple[Bucket, Compressor]]:
         return [(Fleet(DenseCompressor, 1, LIKE).buckets[0], self)]
 
 
-def plan(make: Callable[[], Compressor], size: int, rank: int) -> Planned:
+def plan(make: Callable[[], Compressor], size: int, rank: int) -> list[tuple[Bucket, Compressor]]:
     compressor, bucket = make(), Fleet(DenseCompressor, 1).buckets[0]
     for segment, gradient in zip(bucket.segments, gradients(rank, 0), strict=True):
         segment.of(bucket.flat).copy_(gradient)
