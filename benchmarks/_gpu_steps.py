@@ -6,8 +6,10 @@ launched, and waits for the device. Invariants are the tests of the Triton kerne
 """
 
 import argparse
+import json
 import math
 import os
+import subprocess
 import sys
 import time
 import traceback
@@ -18,6 +20,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from functools import cache, partial
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -28,8 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 import dgc.kernels as kernels
-from benchmarks import step_overhead
-from benchmarks._harness import Table, in_turns, middle, ratio
+from benchmarks import _gpt2, step_overhead
+from benchmarks._harness import Table, in_turns, middle, ratio, to_json
 from benchmarks._launches import run_ranks
 from benchmarks._stand_ins import cases, load_tests
 from benchmarks.ddp_step import whole_steps
@@ -37,11 +40,11 @@ from benchmarks.step_overhead import Copy, Ours, Pass, Step, TopK
 from dgc import comm, compression
 from dgc.comm import RunningConversation, TrafficMeter, Transport, all_gather_object
 from dgc.comm.lockstep import LockstepWorld
-from dgc.comm.requests import AllGather, AllToAll, Conversation, next_requests
+from dgc.comm.requests import AllGather, AllToAll, Conversation, next_requests, reply_of_one
 from dgc.comm.staging import StagedTransport
 from dgc.comm.torch_distributed import TorchTransport
 from dgc.core.bucket import Bucket, Segment, lay_out
-from dgc.core.protocol import Compressor, Result, SparseResult
+from dgc.core.protocol import Compressor, Result, SparseResult, explained, joined
 from dgc.engine.loop import SideStream
 from dgc.engine.state import BucketStates
 from dgc.kernels import Merged, SparseVector
@@ -119,15 +122,27 @@ def alone(conversation: Conversation[Result]) -> Result:
     try:
         requests = next_requests(conversation)
         while True:
-            replies = [(r.tensor,) if isinstance(r, AllGather) else r.tensor for r in requests]  # type: ignore[union-attr]
-            requests = next_requests(conversation, tuple(replies))
+            requests = next_requests(conversation, tuple(map(reply_of_one, requests)))
     except StopIteration as stop:
         result: Result = stop.value
         return result
 
 
+def check_reports(results: Sequence[Result]) -> None:
+    """Read once what the device reports of all results, as at the end of a step.
+
+    Raises:
+        RuntimeError: A gradient or a mean is not finite.
+    """
+    reports = [report for result in results for report in result.reports]
+    said = explained(reports, joined(reports, []).tolist()) if reports else None
+    said = said or next((result.nonfinite for result in results if result.nonfinite is not None), None)
+    if said is not None:
+        raise RuntimeError(said)
+
+
 class Whole:
-    """A step of a compressor over all buckets: gradient in, mean and residual out."""
+    """A step of a compressor over all buckets: gradient in, mean and residual out, with its read at the end."""
 
     def __init__(self, compressor: Compressor, buckets: Sequence[Shapes], device: torch.device):
         self.states = BucketStates(compressor)
@@ -141,7 +156,9 @@ class Whole:
         for bucket, flat in zip(self.buckets, gradients, strict=True):
             for i, part in enumerate(flat.split([segment.numel for segment in bucket.segments])):
                 bucket.use_gradient(i, part)
-        return [alone(self.states.reduce(bucket)) for bucket in self.buckets]
+        results = [alone(self.states.reduce(bucket)) for bucket in self.buckets]
+        check_reports(results)
+        return results
 
 
 class Training:
@@ -161,17 +178,29 @@ class Training:
         self.optimizer.step()
 
 
-def milliseconds(step: Do, device: torch.device, rounds: int, warm_up: int = 3) -> float:
-    """Return the median. The device is idle before each measurement."""
+class Times(NamedTuple):
+    """Milliseconds of a step, with the device idle before it: median, worst, and median until Python returns."""
 
-    def once(number: int) -> float:
+    ms: float
+    worst: float
+    host: float
+
+
+def times_of(step: Do, device: torch.device, rounds: int, warm_up: int = 3, before: Do = lambda: None) -> Times:
+    """Measure a step. before: what is done before each measurement."""
+
+    def once(number: int) -> tuple[float, float]:
+        before()
         step_overhead.wait(device.type)
         start = time.perf_counter()
         step()
+        returned = time.perf_counter()
         step_overhead.wait(device.type)
-        return 1e3 * (time.perf_counter() - start)
+        return 1e3 * (time.perf_counter() - start), 1e3 * (returned - start)
 
-    return middle(in_turns({"": once}, rounds, warm_up)[""])
+    found = in_turns({"": once}, rounds, warm_up)[""].values()
+    whole, host = zip(*found, strict=True)
+    return Times(median(whole), max(whole), median(host))
 
 
 @contextmanager
@@ -208,7 +237,7 @@ def stress(
             running.append((RunningConversation(f"stress.{bucket.name}", reducing, transport, meter), bucket))
         for conversation, bucket in running:
             result = conversation.finish()
-            assert result.nonfinite is None, result.nonfinite
+            check_reports([result])
             if isinstance(result, SparseResult):
                 result.write_to(bucket)
             bits = bucket.flat.view(torch.int32)
@@ -233,12 +262,14 @@ class Counts(NamedTuple):
     """Counts of a step.
 
     waits: waits that PyTorch reports, by place. launches: of PyTorch's and Triton's kernels; 0 if the profiler
-    cannot see the GPU. driver_waits: all waits in the profile, from any caller.
+    cannot see the GPU. driver_waits: all waits in the profile, from any caller. device: microseconds and calls of
+    each kernel and copy on the device.
     """
 
     waits: Counter[str]
     launches: int = 0
     driver_waits: int = 0
+    device: Mapping[str, tuple[float, int]] = {}
 
 
 def count(step: Do, device: torch.device) -> Counts:
@@ -247,10 +278,21 @@ def count(step: Do, device: torch.device) -> Counts:
         step()
         return Counts(Counter())
     waits = waits_of(step)
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        step()
-    events = {event.key: event.count for event in profiler.key_averages()}
-    return Counts(waits, sum(events.get(name, 0) for name in LAUNCHES), sum(events.get(name, 0) for name in WAITS))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the profiler's own
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            step()
+            torch.cuda.synchronize(device)
+    averages = profiler.key_averages()
+    events = {event.key: event.count for event in averages}
+    # older versions of torch have another name for the time
+    on_device = {
+        event.key: (float(getattr(event, "self_device_time_total", 0.0)), event.count)
+        for event in averages
+        if str(event.device_type).endswith("CUDA")
+    }
+    launches, driver_waits = (sum(events.get(name, 0) for name in names) for names in (LAUNCHES, WAITS))
+    return Counts(waits, launches, driver_waits, on_device)
 
 
 def waits_of(step: Do) -> Counter[str]:
@@ -443,6 +485,66 @@ def laws(device: torch.device) -> Iterator[tuple[str, Callable[[], None]]]:
     yield "DGC as a CUDA graph has the same bits", lambda: graph_is_alike(device)
 
 
+AS_LAWS = "as-laws"
+MOST_PROCESSES = 12  # of laws: most of the time of a law is Python's and the compiler's
+
+
+def run_laws(module: str, parts: "Parts", device: torch.device, share: float, processes: int) -> int:
+    """Run the laws in several processes until this share of the time is over. Returns how many were run.
+
+    module: its `main` calls `work_on_laws` if the first word is AS_LAWS.
+    """
+    names, found = [name for name, _ in laws(device)], dict[str, str]()
+    with TemporaryDirectory(prefix="laws-") as folder:
+        files = [Path(folder, str(k)) for k in range(processes)]
+        words = [[AS_LAWS, str(k), str(processes), str(parts.left(share)), device.type] for k in range(processes)]
+        commands = [
+            [sys.executable, "-m", module, *each, str(file)] for each, file in zip(words, files, strict=True)
+        ]
+        started = [subprocess.Popen(command, stdout=subprocess.DEVNULL) for command in commands]
+        try:
+            for process in started:
+                # a law that has begun may end later
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(max(1.0, parts.left(share) + 30))
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
+        for file in files:
+            lines = file.read_text().splitlines() if file.exists() else []
+            found.update(json.loads(line) for line in lines if line.endswith("]"))
+    ended = [process.returncode for process in started]
+    for name in names:
+        if name not in found:
+            parts.not_run.append(name)
+        elif found[name]:
+            parts.fail(name, found[name])
+    if any(code > 0 for code in ended):
+        parts.fail("the processes of the laws", f"they ended with {ended}")
+    return len(found)
+
+
+def work_on_laws(k: int, processes: int, seconds: float, device: torch.device, file: Path) -> None:
+    """Run each law whose number modulo `processes` is k.
+
+    Each adds a line to `file` with its name and why it failed, or "".
+    """
+    end = time.monotonic() + seconds
+    for number, (name, law) in enumerate(laws(device)):
+        if number % processes != k:
+            continue
+        if time.monotonic() > end:
+            return
+        try:
+            law()
+            reason = ""
+        except (Exception, SystemExit):
+            reason = traceback.format_exc(limit=-3) or "it failed"
+        with file.open("a") as out:
+            out.write(to_json([name, reason]) + "\n")
+
+
 @contextmanager
 def plain_torch() -> Iterator[None]:
     """Use the reference backend instead of Triton's."""
@@ -494,7 +596,6 @@ def results(compressor: Compressor, device: torch.device, shapes: Shapes = SHAPE
     for step in range(steps):
         given = random_gradients([shapes], step, device)
         for result, bucket in zip(whole.step(given), whole.buckets, strict=True):
-            assert result.nonfinite is None, result.nonfinite
             if isinstance(result, SparseResult):  # a GPU writes the mean at once
                 result.write_to(bucket)
             found.append(bucket.flat.clone())
@@ -516,7 +617,9 @@ RANKS = (2, 8, 64)
 COUNTED_RANKS = (2, 8)  # launches do not depend on their number, and an interpreted one takes time for each rank
 SMALL: list[Shapes] = [[(100, 100), (64,)], [(50, 60)]]
 NCCL = "cpu:gloo,cuda:nccl"
-FORMS = {"ms": "10.3f", "GB/s": "8.0f", "/ copy": "8.2f", "launches": "10d", "waits": "7d", "peak MB": "9.0f"}
+FORMS = {"ms": "10.3f", "worst": "10.3f", "host": "9.3f", "device": "9.3f", "GB/s": "8.0f", "/ copy": "8.2f"}
+FORMS |= {"launches": "10d", "waits": "7d", "peak MB": "9.0f"}
+KERNELS = 12  # that are printed of a step
 
 
 class Parts:
@@ -547,31 +650,56 @@ class Parts:
 
 
 class Rows(Table):
-    """The table. Each row is a part of its own. `copy_rate` is the rate of a copy in GB/s, once it is measured."""
+    """The table. Each row is a part of its own. `copy_rate` is the rate of a copy in GB/s, once it is measured.
 
-    def __init__(self, parts: Parts, device: torch.device, rounds: int) -> None:
+    keep: called after each row with all rows, so that they are kept if the time ends.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        device: torch.device,
+        rounds: int,
+        keep: Callable[[Mapping[str, Mapping[str, Any]]], None] = lambda rows: None,
+    ) -> None:
         super().__init__("", 42, [(head, head, form) for head, form in FORMS.items()])
-        self.parts, self.device, self.rounds, self.copy_rate = parts, device, rounds, math.nan
+        self.parts, self.device, self.rounds, self.copy_rate, self.keep = parts, device, rounds, math.nan, keep
 
-    def measure(self, name: str, make: Callable[[], Do], traffic: float = 0) -> None:
-        """Add the row of a step. make: returns the step. traffic: least bytes that it moves in memory."""
+    def add(self, name: str, row: Mapping[str, Any]) -> None:
+        super().add(name, row)
+        self.keep(self.rows)
+
+    def measure(self, name: str, make: Callable[[], Do], traffic: float = 0, before: Do = lambda: None) -> None:
+        """Add the row of a step.
+
+        Args:
+            make: Returns the step.
+            traffic: Least bytes that it moves in memory.
+            before: What is done before each measurement.
+        """
 
         def part() -> None:
             with peak_memory(self.device) as peak:
                 step = make()
-                ms = milliseconds(step, self.device, self.rounds, self.rounds // 9)
-            self.measured(name, ms, step, traffic, peak)
+                times = times_of(step, self.device, self.rounds, self.rounds // 9, before)
+            self.measured(name, times.ms, step, traffic, {"worst": times.worst, "host": times.host, **peak})
 
         self.parts.run(name, part)
 
     def measured(self, name: str, ms: float, step: Do, traffic: float, more: Mapping[str, float] = {}) -> None:
-        """Add a row, and print the places where the host waits in this step. more: of the row."""
+        """Add a row, and print the places where the host waits in this step, and its kernels. more: of the row."""
         counts, rate = count(step, self.device), traffic / ms / 1e6
-        row = {"ms": ms, "launches": counts.launches, "waits": sum(counts.waits.values()), **more}
+        row: dict[str, Any] = {"ms": ms, "launches": counts.launches, "waits": sum(counts.waits.values()), **more}
         row |= {"GB/s": rate, "/ copy": self.copy_rate / rate} if traffic else {}
-        self.add(name, {**row, "driver_waits": counts.driver_waits, "where": dict(counts.waits)})
+        if counts.device:
+            row["device"] = sum(us for us, _ in counts.device.values()) / 1e3
+        kernels_of = sorted(counts.device.items(), key=lambda item: -item[1][0])
+        row |= {"driver_waits": counts.driver_waits, "where": dict(counts.waits), "kernels": dict(kernels_of)}
+        self.add(name, row)
         for place, often in counts.waits.most_common():
             print(f"    {often} at {place}")
+        for kernel, (us, often) in kernels_of[:KERNELS]:
+            print(f"    {us:9.1f} us {often:5} x {kernel[:70]}")
 
 
 def measure_dgc(table: Rows, buckets: list[Any], warm_up: int) -> dict[str, bool]:
@@ -616,19 +744,51 @@ def measure(table: Rows, args: argparse.Namespace, module: str) -> dict[str, boo
     buckets = small if args.dry_run else step_overhead.plan_buckets(step_overhead.resnet50())
     table.parts.run(DGC_STEP, lambda: reached.update(measure_dgc(table, buckets, 2 if args.dry_run else 100)))
     shapes = [[segment.shape for segment in bucket] for bucket in buckets]
-    numel, fresh = sum(s.numel for bucket in buckets for s in bucket), random_gradients(shapes, 0, device)
-    methods: dict[str, tuple[Make, int]] = {
-        "DGC: gradient in, mean out": (partial(make_dgc, 0.001), DGC_BYTES),
-        "PowerSGD, rank 1": (partial(compression.PowerSGDCompressor, 1), POWERSGD_BYTES),
-        "PowerSGD, rank 4": (partial(compression.PowerSGDCompressor, 4), POWERSGD_BYTES),
+    numel, given = sum(s.numel for bucket in buckets for s in bucket), random_gradients(shapes, 0, device)
+    generator, scale = torch.Generator(device).manual_seed(1), [1.0]
+
+    def draw() -> None:
+        """Gradients of a new step."""
+        for flat in given:
+            flat.normal_(generator=generator)
+
+    def jump() -> None:
+        """Gradients that are 30 times as large as in the step before, or a thirtieth."""
+        draw()
+        scale[0] = 31.0 - scale[0]
+        for flat in given:
+            flat.mul_(scale[0])
+
+    def vanish() -> None:
+        """Gradients of zeros, and of new numbers in every other step."""
+        draw()
+        scale[0] = 1.0 - scale[0]
+        for flat in given:
+            flat.mul_(scale[0])
+
+    dgc = partial(make_dgc, 0.001, values="fp16", indices="int32")
+    methods: dict[str, tuple[Make, int, Do]] = {
+        "DGC: gradient in, mean out": (dgc, DGC_BYTES, lambda: None),
+        "the same, gradients drawn anew": (dgc, DGC_BYTES, draw),
+        "the same, gradients that jump by 30": (dgc, DGC_BYTES, jump),
+        "the same, every other gradient 0": (dgc, DGC_BYTES, vanish),
+        "DGC, sign and Rice, drawn anew": (
+            partial(make_dgc, 0.001, values="sign", indices="rice"),
+            DGC_BYTES,
+            draw,
+        ),
+        "PowerSGD, rank 1": (partial(compression.PowerSGDCompressor, 1), POWERSGD_BYTES, draw),
+        "PowerSGD, rank 4": (partial(compression.PowerSGDCompressor, 4), POWERSGD_BYTES, draw),
+        "two phases, 8 bits": (compression.TwoPhaseCompressor, 0, draw),
+        "two phases, 4 bits": (partial(compression.TwoPhaseCompressor, 4), 0, draw),
+        "scaled signs": (compression.ScaledSignCompressor, 0, draw),
+        "2 bits": (partial(compression.ThresholdCompressor, wire="gather"), 0, draw),
+        "QSGD": (compression.QSGDCompressor, 0, draw),
     }
-    for name, (make, traffic) in methods.items():
-        whole = lambda make=make: partial(Whole(make(), shapes, device).step, fresh)  # noqa: E731
-        table.measure(name, whole, traffic * numel)
-    for name, form in FORMATS.items():
-        codec = cache(partial(Codec, form, 10_000 if args.dry_run else 6_500_000, 0.001, device, ranks=4))
-        for what in ("encode", "decode of 4", "merge of 4"):
-            table.measure(f"{what}: {name}", lambda codec=codec, what=what: getattr(codec(), what.split()[0]))  # type: ignore[misc]
+    for name, (make, traffic, before) in methods.items():
+        scale[0] = 1.0
+        whole = lambda make=make: partial(Whole(make(), shapes, device).step, given)  # noqa: E731
+        table.measure(name, whole, traffic * numel, before)
     table.measure("training step, 4 layers", lambda: Training(32 if args.dry_run else 1024, device).step)
 
     # ranks that share a GPU cannot use NCCL
@@ -636,6 +796,10 @@ def measure(table: Rows, args: argparse.Namespace, module: str) -> dict[str, boo
     for backend, ranks in nccl if (NCCL, 2) in nccl else [*nccl, ("gloo", 2)]:
         name = f"{ranks} ranks, {backend.split(':')[-1]}"
         table.parts.run(name, partial(measure_ranks, table, module, name, backend, ranks, args))
+    for name, form in FORMATS.items():
+        codec = cache(partial(Codec, form, 10_000 if args.dry_run else 6_500_000, 0.001, device, ranks=4))
+        for what in ("encode", "decode of 4", "merge of 4"):
+            table.measure(f"{what}: {name}", lambda codec=codec, what=what: getattr(codec(), what.split()[0]))  # type: ignore[misc]
     return {} if args.dry_run else reached
 
 
@@ -719,20 +883,23 @@ def work(settings: dict[str, Any]) -> dict[str, Any]:
     def is_over() -> bool:
         return bool(comm.broadcast_object(transport, time.monotonic() > end))
 
-    def add(name: str, measured: Callable[[], float]) -> None:
+    def add(name: str, measured: Callable[[], Sequence[float]]) -> None:
         rows[name] = None
         if not is_over():
             try:
                 with peak_memory(device) as peak:
-                    ms = comm.all_reduce(transport, torch.tensor(measured(), dtype=torch.float64), "max").item()
-                rows[name] = {"ms": ms, **peak}
+                    found = torch.tensor(measured(), dtype=torch.float64)
+                    row = comm.all_reduce(transport, found, "max").tolist()
+                rows[name] = {**dict(zip(Times._fields, row, strict=False)), **peak}
             except Exception:
                 rows[name] = {"error": traceback.format_exc(limit=-3)}
 
     if settings["ddp"]:
+        for name, make in _gpt2.steps(device, _gpt2.GPT2 if on_gpu else _gpt2.SMALL, transport).items():
+            add(name, lambda make=make: times_of(make(), device, max(rounds // 2, 2), 8 if on_gpu else 1))  # type: ignore[misc]
         for name, make in whole_steps(device, 4096 if on_gpu else 16, transport).items():
-            add(name, lambda make=make: milliseconds(make(), device, rounds))  # type: ignore[misc]
+            add(name, lambda make=make: times_of(make(), device, rounds))  # type: ignore[misc]
     if transport.size > 1:
         steps, scale = settings["stress"], 10 if on_gpu else 1
-        add(f"DGC, {steps} steps with checks", lambda: stress(transport, device, steps, scale, is_over))
+        add(f"DGC, {steps} steps with checks", lambda: (stress(transport, device, steps, scale, is_over),))
     return rows

@@ -87,6 +87,14 @@ def parametrize(names: str | tuple[str, ...], values: Any, ids: Any = None) -> C
     return mark
 
 
+def skipif(condition: bool, reason: str) -> Callable[[Any], Any]:
+    def mark(test: Any) -> Any:
+        test.is_skipped = condition
+        return test
+
+    return mark
+
+
 def fixture(function: Any = None, **options: Any) -> Any:
     if function is None:
         return lambda marked: fixture(marked, **options)
@@ -97,7 +105,10 @@ def fixture(function: Any = None, **options: Any) -> Any:
 def _pytest() -> ModuleType:
     module = ModuleType("pytest")
     mark = SimpleNamespace(
-        parametrize=parametrize, proof=lambda test: test, filterwarnings=lambda warning: lambda test: test
+        parametrize=parametrize,
+        proof=lambda test: test,
+        skipif=skipif,
+        filterwarnings=lambda warning: lambda test: test,
     )
     parts: dict[str, Any] = {"MonkeyPatch": MonkeyPatch, "raises": raises, "fixture": fixture, "mark": mark}
     module.__dict__.update(
@@ -125,7 +136,7 @@ def cases(module: ModuleType, left_out: Mapping[str, str]) -> Iterator[tuple[str
     fixtures = {name: f for name, f in vars(module).items() if hasattr(f, "fixture_options")}
     kept: dict[str, Any] = {}
     for name, test in found.items():
-        if name in left_out:
+        if name in left_out or getattr(test, "is_skipped", False):
             continue
         for rows in product(*getattr(test, "rows", [])):
             given = {key: value for row in rows for key, value in row.items()}

@@ -4,14 +4,15 @@
 
 It needs CUDA, PyTorch and Triton, but no Horovod, no MPI and no network. --dry-run needs no GPU: everything runs
 once, small, in Triton's interpreter and over Gloo. docs/gpu.md describes the invariants, the table and the
-targets. The invariants take at most half of the time. GB/s count the minimum memory traffic of a step (DGC 20
-bytes per parameter; PowerSGD 16: the gradient and the error read, the error and the result written), and `/ copy`
-compares its time with the time of a copy of as many bytes.
+targets. The invariants run in several processes and take at most half of the time. GB/s count the minimum memory
+traffic of a step (DGC 20 bytes per parameter; PowerSGD 16: the gradient and the error read, the error and the
+result written), and `/ copy` compares its time with the time of a copy of as many bytes.
 
 What fails is printed with its name, and the rest goes on. After --minutes nothing begins, and what is left is
-listed. --write puts the table into docs/gpu.md. If anything failed, the exit status is 1. --launches prints only
-how many kernels of this library (Triton) and operations of PyTorch a step of one bucket launches, and the bytes
-per parameter that DGC's kernels read and write from the gradient to the payload.
+listed. --write puts the table into docs/gpu.md, row by row. If anything failed, the exit status is 1. --launches
+prints only how many kernels of this library (Triton) and operations of PyTorch a step of one bucket launches, the
+bytes per parameter that DGC's kernels read and write from the gradient to the payload, and what that costs the
+host with launches replaced by nothing.
 """
 
 import os
@@ -24,6 +25,7 @@ from typing import Any
 
 from benchmarks._harness import options, print_json
 from benchmarks._stand_ins import patch_builtin, provide_jaxtyping
+from scripts.launch import usable_cores
 
 TAKES = "10 min of a GPU, or 2 min with --dry-run"
 PAGE = Path(__file__).parents[1] / "docs" / "gpu.md"
@@ -43,6 +45,30 @@ def obstacle(dry_run: bool) -> str | None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         return "TRITON_INTERPRET=1 is set, so nothing would run on the GPU: unset it"
     return None
+
+
+def prepare(dry_run: bool) -> bool:
+    """Prepare this process to import the kernels. Returns whether jaxtyping is not installed."""
+    if dry_run:
+        os.environ["TRITON_INTERPRET"] = "1"
+        import triton.runtime.interpreter
+
+        triton.runtime.interpreter._patch_builtin = patch_builtin
+    return provide_jaxtyping()
+
+
+def run_some_laws(k: str, processes: str, seconds: str, device: str, file: str) -> None:
+    """Run a process of `run_laws`."""
+    prepare(device == "cpu")
+    import torch
+
+    import dgc.kernels as kernels
+    from benchmarks._gpu_steps import work_on_laws
+
+    torch.set_num_threads(1)
+    kernels.use("triton")
+    where = torch.device(device) if device == "cpu" else torch.device(device, 0)
+    work_on_laws(int(k), int(processes), float(seconds), where, Path(file))
 
 
 def main(words: Iterable[str] | None = None) -> int:
@@ -65,12 +91,7 @@ def main(words: Iterable[str] | None = None) -> int:
     if reason is not None:
         print(f"make gpu: {reason}", file=sys.stderr)
         return 2
-    if args.dry_run:
-        os.environ["TRITON_INTERPRET"] = "1"
-        import triton.runtime.interpreter
-
-        triton.runtime.interpreter._patch_builtin = patch_builtin
-    if provide_jaxtyping():
+    if prepare(args.dry_run):
         print(f"jaxtyping is not installed; annotations are ignored ({sys.executable} -m pip install jaxtyping)")
     import torch
     import triton
@@ -91,33 +112,32 @@ def main(words: Iterable[str] | None = None) -> int:
         found["host"] = steps.print_host_cost()
         print_json({"benchmark": "gpu", **versions, **found})
         return 0
-    parts, tried = steps.Parts(args.minutes), 0
-    for law, body in steps.laws(device):
-        parts.run(law, body, 1.0 if args.laws_only else 0.5)
-        tried += 1
-    found = {
-        "laws": {"number": tried - len(parts.not_run), "failed": list(parts.failed)},
-        "targets": {},
-        "rows": {},
-    }
-    print(f"laws: {found['laws']['number'] - len(parts.failed)} of {found['laws']['number']} hold", flush=True)
+    parts, title = steps.Parts(args.minutes), f"{name}; PyTorch {torch.__version__}, Triton {triton.__version__}"
+
+    def keep(rows: Any) -> None:
+        if args.write is not None:
+            steps.write_table(args.write, title, rows)
+
+    processes = min(steps.MOST_PROCESSES, usable_cores())
+    tried = steps.run_laws("benchmarks.gpu", parts, device, 1.0 if args.laws_only else 0.5, processes)
+    failed = len(parts.failed)
+    found = {"laws": {"number": tried, "failed": list(parts.failed)}, "targets": {}, "rows": {}}
+    print(f"laws: {tried - failed} of {tried} hold, in {processes} processes", flush=True)
     found |= {"failed": parts.failed, "not_run": parts.not_run}
     if not args.laws_only:
-        table = steps.Rows(parts, device, args.rounds)
+        table = steps.Rows(parts, device, args.rounds, keep)
         found |= {"targets": steps.measure(table, args, "benchmarks.gpu"), "rows": table.rows}
     for target, holds in found["targets"].items():
         print(f"{'reached' if holds else 'MISSED '}  {target}")
     print("".join(f"NOT RUN  {part}\n" for part in parts.not_run), end="")
-    if args.write is not None:
-        steps.write_table(
-            args.write, f"{name}; PyTorch {torch.__version__}, Triton {triton.__version__}", found["rows"]
-        )
     print_json({"benchmark": "gpu", "gpu": name, **versions, **found})
     return 1 if parts.failed else 0
 
 
 if __name__ == "__main__":
-    if "as-a-rank" in sys.argv:
+    if sys.argv[1:2] == ["as-laws"]:
+        run_some_laws(*sys.argv[2:])
+    elif "as-a-rank" in sys.argv:
         provide_jaxtyping()
         from benchmarks._gpu_steps import work
         from benchmarks._launches import begin

@@ -44,6 +44,7 @@ from benchmarks.train_step import MODELS, Work, make, make_work
 from dgc.advisor.cost import AlikeRanks
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.meter import PHASES
+from dgc.compression import TwoPhaseCompressor
 
 Patch = pytest.MonkeyPatch
 
@@ -322,6 +323,10 @@ TESTS = """
         with pytest.raises(ValueError, match="bad") as refused:
             raise ValueError("bad")
         assert str(refused.value) == "bad"
+    @pytest.mark.skipif(True, reason="it is not for this machine")
+    def test_skipped():
+        assert False
+    @pytest.mark.skipif(False, reason="it is for this machine")
     @pytest.mark.parametrize("x", [1, 2])
     def test_fails_for_two(x):
         assert x == 1
@@ -420,11 +425,73 @@ def test_what_fails_or_is_late_does_not_stop_the_rest(tmp_path: Path, capsys: py
         write_table(page, title, rows)
     text = page.read_text()
     assert "GPU B:\n\n| step | ms |" in text and "GPU A" not in text
-    assert "| top of v | 1.250 |  |  | 3 |  |  |\n| b |  |  |  |  |  | 7 |\n" in text
+    assert "| top of v | 1.250 |  |  |  |  |  | 3 |  |  |\n| b |  |  |  |  |  |  |  |  | 7 |\n" in text
     before, rest = PAGE.read_text().split(BEGIN)
     assert text.startswith(before) and text.endswith(rest.split(END)[1])
     page.write_text("another page")
     refuse("has no <!-- the table of make gpu -->", write_table, page, "title", rows)
+
+
+@pytest.fixture
+def few_laws(monkeypatch: Patch) -> list[str]:
+    """Laws of which the third fails. Their processes are calls here. Returns what has run."""
+    ran: list[str] = []
+
+    def law(name: str) -> None:
+        ran.append(name)
+        assert name != "c", "c does not hold"
+
+    class Process:
+        def __init__(self, command: Any, **options: Any) -> None:
+            assert command[1:4] == ["-m", "the.module", gpu_steps.AS_LAWS]
+            k, processes, seconds, device, file = command[4:]
+            gpu_steps.work_on_laws(int(k), int(processes), float(seconds), torch.device(device), Path(file))
+            self.returncode = 0
+
+        def wait(self, timeout: float | None = None) -> int:
+            return self.returncode
+
+        def kill(self) -> None:
+            pass
+
+    monkeypatch.setattr(gpu_steps, "laws", lambda device: [(name, partial(law, name)) for name in "abcde"])
+    monkeypatch.setattr(subprocess, "Popen", Process)
+    return ran
+
+
+def test_each_law_runs_in_one_of_several_processes(few_laws: list[str]) -> None:
+    parts = Parts(1)
+    assert gpu_steps.run_laws("the.module", parts, torch.device("cpu"), 1.0, 2) == 5
+    assert few_laws == ["a", "c", "e", "b", "d"] and (parts.failed, parts.not_run) == (["c"], [])
+
+
+def test_laws_that_are_too_late_are_listed_as_not_run(few_laws: list[str], monkeypatch: Patch) -> None:
+    clock = Mock(side_effect=range(0, 1000, 20))  # each look at it takes 20 seconds
+    monkeypatch.setattr("time.monotonic", clock)
+    parts = Parts(3)
+    ran = gpu_steps.run_laws("the.module", parts, torch.device("cpu"), 0.5, 1)
+    assert 0 < ran < 5 and len(parts.not_run) == 5 - ran and few_laws == list("abcde"[:ran])
+
+
+def test_the_table_is_kept_after_each_row() -> None:
+    kept: list[list[str]] = []
+    table = gpu_steps.Rows(Parts(1), torch.device("cpu"), 2, lambda rows: kept.append(list(rows)))
+    changes, steps = Mock(), Mock()
+    table.measure("first", lambda: steps, before=changes)
+    table.measure("second", lambda: steps)
+    assert kept == [["first"], ["first", "second"]]
+    assert changes.call_count == 2 and steps.call_count > 4
+    row = table.rows["first"]
+    assert row["worst"] >= row["ms"] >= row["host"] > 0
+
+
+def test_a_step_alone_answers_all_requests_of_two_phases() -> None:
+    shapes: list[Any] = [[(8, 30)], [(20,)]]
+    whole = gpu_steps.Whole(TwoPhaseCompressor(), shapes, torch.device("cpu"))
+    given = gpu_steps.random_gradients(shapes, 0, torch.device("cpu"))
+    whole.step(given)
+    for bucket, gradient in zip(whole.buckets, given, strict=True):
+        assert torch.allclose(bucket.flat, gradient, atol=0.1)
 
 
 def test_the_exchange_with_checks_compares_the_means_of_all_ranks(monkeypatch: Patch) -> None:
@@ -451,4 +518,8 @@ def test_a_dry_run_with_torch_and_triton_alone(tmp_path: Path) -> None:
     assert found["failed"] == found["not_run"] == []
     ranks = ("DDP, torch's PowerSGD, rank 4", "DDP, our DGC", "DGC, 3 steps with checks")
     rows = {"torch.topk of |v| alone", "PowerSGD, rank 1", *(f"2 ranks, gloo: {name}" for name in ranks)}
+    rows |= {
+        f"2 ranks, gloo: GPT-2, {name}" for name in ("no hook", "torch, PowerSGD, rank 4", "two phases, 8 bits")
+    }
+    rows |= {"two phases, 8 bits", "the same, gradients that jump by 30"}
     assert rows <= found["rows"].keys() and "| 2 ranks, gloo: DDP, our DGC |" in page.read_text()

@@ -1,5 +1,6 @@
 """Steps of methods with a code for every element, to compare the backends that have kernels for whole steps."""
 
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -9,6 +10,7 @@ from kernels import comparison
 from dgc import compression, kernels
 from dgc.comm.requests import AllGather, next_requests
 from dgc.core.bucket import Bucket, lay_out
+from dgc.core.protocol import DenseResult, explained, joined
 from dgc.engine.state import BucketStates
 
 METHODS = {
@@ -56,7 +58,7 @@ class Steps:
                     try:
                         requests.append(next_requests(talk, reply)[0])
                     except StopIteration as stop:
-                        ended.append(stop.value)
+                        ended.append(settled(stop.value))
             tensors = [request.tensor for request in requests]
             if requests and isinstance(requests[0], AllGather):
                 self.payloads = list(torch.stack(tensors).unbind())
@@ -66,6 +68,14 @@ class Steps:
                 replies = [(torch.stack(tensors).mean(0),) for _ in talks]
         errors = [error for states in self.states for error in states.errors()]
         return [ended, [bucket.flat.clone() for bucket in self.buckets], errors]
+
+
+def settled(result: DenseResult) -> DenseResult:
+    """What the engine makes of a result at the end of a step, where it reads what a device reports."""
+    if not result.reports:
+        return result
+    reason = explained(result.reports, joined(result.reports, []).tolist())
+    return replace(result, nonfinite=reason, reports=())
 
 
 def gradients_of(ranks: int, step: int, device: str = "cpu") -> list[Any]:

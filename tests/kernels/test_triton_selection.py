@@ -1,6 +1,5 @@
 """Triton's selection where candidates fit, overflow or are too few, and what its programs read at most."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -171,7 +170,7 @@ def test_no_program_of_a_selection_reads_more_than_64_kilobytes(
 
 
 @pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Of each launch: kernel, the most bytes that a program has read, and what is stated."""
     from triton.runtime.interpreter import InterpreterBuilder
 
@@ -198,7 +197,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
     monkeypatch.setattr(InterpreterBuilder, "create_masked_load", loaded)
     monkeypatch.setattr(Launcher, "__call__", launched)
-    yield found
+    return found
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off on a GPU")
