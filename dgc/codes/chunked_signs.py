@@ -149,14 +149,14 @@ class ChunkedSignsCompressor(Compressor):
         total = state.served.clone()  # as the server of a chunk, in rank order
         for part in parts:
             scales, signs = chunks.split(part, state.rank)
-            kernels.of(total).quantize.sign_add_(signs, chunks.own, -scales, scales, total)
+            kernels.of(total).quantize.sign_add_(signs, chunks.own, scales, total)
         scales, signs, served = squeeze(total, chunks.own)
         answers, answer_flags = yield from envelope.gather(chunks.join(scales, signs), bucket.bounds[-1])
 
         sections = (chunks.split(codes, r) for r, codes in enumerate(answers))
         scales, signs = (torch.cat(parts) for parts in zip(*sections, strict=True))
         scales = scales / state.size
-        kernels.of(mean).quantize.sign_add_(signs, chunks.bounds, -scales, scales, mean)
+        kernels.of(mean).quantize.sign_add_(signs, chunks.bounds, scales, mean)
         bucket.flat.copy_(mean)
         result = reported(bucket, flags.with_checks_of(answer_flags))
         return Reduced(result, state.next(errors={"errors": kept}, served=served), dropped=state.next())
@@ -166,5 +166,5 @@ def squeeze(x: Vector, bounds: Int64[Tensor, "bounds"]) -> tuple[Float32[Tensor,
     """Return (scales, signs, x - C[x]). No piece is empty."""
     squares = kernels.of(x).selection.moments(x, bounds).squares
     scales = (squares / bounds.diff()).sqrt().float()
-    signs, rest = kernels.of(x).quantize.sign_encode(x, bounds, torch.zeros_like(scales), -scales, scales)
+    signs, rest = kernels.of(x).quantize.sign_encode(x, bounds, torch.zeros_like(scales), scales)
     return scales, signs, rest

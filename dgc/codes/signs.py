@@ -43,14 +43,13 @@ class SignCompressor(AllGatherCompressor):
     def signs(self, bucket: Bucket, v: Vector, keep: bool, into: Vector | None = None) -> tuple[Codes, Vector]:
         """Returns (codes, v minus the decoded codes if `keep`)."""
         scales = self.scales(v, bucket.bounds)
-        values = (torch.zeros_like(scales), -scales, scales)
-        codes, kept = kernels.of(v).quantize.sign_encode(v, bucket.bounds, *values, keep, into)
+        cuts = torch.zeros_like(scales)
+        codes, kept = kernels.of(v).quantize.sign_encode(v, bucket.bounds, cuts, scales, keep, into)
         return join(scales, codes), kept
 
     def mean_(self, bucket: Bucket, state: State, codes: Sequence[Codes], mean: Vector) -> None:
         scales, signs = split_all(codes, len(bucket.segments))
-        values = ((-scales).unbind(), scales.unbind())
-        kernels.of(mean).quantize.sign_mean_(signs, bucket.bounds, *values, None, state.size, mean)
+        kernels.of(mean).quantize.sign_mean_(signs, bucket.bounds, scales.unbind(), None, state.size, mean)
 
 
 @checked

@@ -135,7 +135,7 @@ class ThresholdCompressor(ErrorFeedbackCompressor):
             unit = t.nan_to_num(0.0, posinf=0.0)
         else:
             unit = torch.ones_like(t)
-            codes, kept = quantizers.sign_encode(v, bounds, t, -unit, unit, *how)
+            codes, kept = quantizers.sign_encode(v, bounds, t, unit, *how)
         if self._gathers(state):
             parts, flags = yield from self.envelope(bucket).gather(codes, first_nonfinite)
             mean = place_of_mean(bucket)

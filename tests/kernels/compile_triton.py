@@ -140,15 +140,15 @@ def every_quantizer(quantizers: Any) -> None:
     n, bounds, each = 6000, torch.tensor([0, 2500, 6000]), torch.ones(2)
     v = torch.zeros(n)
     quantizers.largest(v, bounds)
-    quantizers.sign_encode(v, bounds, each, each, each, False)
-    codes, _ = quantizers.sign_encode(v, bounds, each, each, each)
-    quantizers.sign_add_(codes, bounds, each, each, v)
+    quantizers.sign_encode(v, bounds, each, each, False)
+    codes, _ = quantizers.sign_encode(v, bounds, each, each)
+    quantizers.sign_add_(codes, bounds, each, v)
     quantizers.tern_add_(quantizers.tern_encode(v, bounds, each)[0], bounds, each, v)
     for seed in (None, 2**32 - 1):
         for bits in (2, 4, 8):
             codes, _ = quantizers.uniform_encode(v, bounds, each, 2 ** (bits - 1) - 1, bits, seed)
             quantizers.uniform_add_(codes, bounds, each, 2 ** (bits - 1) - 1, bits, v)
-    quantizers.sign_mean_([codes] * 2, bounds, [each] * 2, [each] * 2, each, 2, v)
+    quantizers.sign_mean_([codes] * 2, bounds, [each] * 2, each, 2, v)
     quantizers.tern_mean_([codes] * 2, bounds, [each] * 2, None, 2, v)
     for bits in (1, 3, 8):
         quantizers.pack(codes[:n], bits)

@@ -13,8 +13,8 @@ UNIFORM = [(2, 1, None), (2, 1, 0), (4, 5, None), (4, 7, 2), (8, 127, None), (8,
 
 def operations(q: Any, bounds: Any, each: Any) -> Any:
     """(encode(v, keep), add_(codes, total)) of every kind."""
-    cuts, ends = each - each.nan_to_num(posinf=9.0).mean(), (-each, each / 3)
-    yield lambda v, *k: q.sign_encode(v, bounds, cuts, *ends, *k), lambda c, t: q.sign_add_(c, bounds, *ends, t)
+    cuts, thirds = each - each.nan_to_num(posinf=9.0).mean(), each / 3
+    yield lambda v, *k: q.sign_encode(v, bounds, cuts, thirds, *k), lambda c, t: q.sign_add_(c, bounds, thirds, t)
     yield lambda v, *k: q.tern_encode(v, bounds, each, *k), lambda c, t: q.tern_add_(c, bounds, each, t)
     scales = 3 * each
     for bits, levels, seed in UNIFORM:
@@ -46,8 +46,8 @@ def assert_same_codes(ours: Any, expected: Any, v: Any) -> None:
 
 def means(q: Any, bounds: Any, values: Any, factors: Any, size: int) -> Any:
     """mean_(codes, mean) of every kind, in the order of `operations`, for the values of all ranks."""
-    lows, thirds, scales = [-each for each in values], [each / 3 for each in values], [3 * each for each in values]
-    yield lambda codes, mean: q.sign_mean_(codes, bounds, lows, thirds, factors, size, mean)
+    thirds, scales = [each / 3 for each in values], [3 * each for each in values]
+    yield lambda codes, mean: q.sign_mean_(codes, bounds, thirds, factors, size, mean)
     yield lambda codes, mean: q.tern_mean_(codes, bounds, values, factors, size, mean)
     for bits, levels, _ in UNIFORM:
         yield lambda codes, mean, s=(levels, bits): q.uniform_mean_(codes, bounds, scales, *s, size, mean)
@@ -69,5 +69,5 @@ def check_sums(q: Any, bounds: Any, width: int, bits: int, ranks: int) -> None:
     if width == 2:
         REFERENCE.tern_mean_(received, bounds, ones, factors, ranks, right)
     else:
-        REFERENCE.sign_mean_(received, bounds, [-one for one in ones], ones, factors, ranks, right)
+        REFERENCE.sign_mean_(received, bounds, ones, factors, ranks, right)
     assert same(mean, right)

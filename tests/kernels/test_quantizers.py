@@ -154,9 +154,9 @@ def test_mxnet_s_layouts_and_uniform_levels_and_every_range_at_a_unit_of_its_own
     assert codes.tolist() == [0xCB, 0x80, 0, 0] and residual.tolist() == [0.25, 0.375, -0.375, 0, 0, 0.375]
     quantizers.tern_add_(codes, one_range(v), half, total)
     assert total.tolist() == [0.5, 0, -0.5, 0.5, -0.5, 0]
-    codes, residual = quantizers.sign_encode(v, one_range(v), 0 * one, -one, one)
+    codes, residual = quantizers.sign_encode(v, one_range(v), 0 * one, one)
     assert codes.tolist() == [0xD4, 0, 0, 0]
-    quantizers.sign_add_(codes, one_range(v), -one, one, total)
+    quantizers.sign_add_(codes, one_range(v), one, total)
     assert total.tolist() == [1.5, 1, -1.5, 1.5, -1.5, 1]
 
     # the field 01 of a ternary code is zero
@@ -171,7 +171,7 @@ def test_mxnet_s_layouts_and_uniform_levels_and_every_range_at_a_unit_of_its_own
     assert codes.tolist() == [0b001100, 0b000100]
 
     bounds, v, each = torch.tensor([0, 33, 33, 34, 41]), torch.ones(41), torch.ones(4)
-    signs, _ = quantizers.sign_encode(v, bounds, 0 * each, -each, each)
+    signs, _ = quantizers.sign_encode(v, bounds, 0 * each, each)
     assert signs.tolist() == [255, 255, 255, 255, 128, 0, 0, 0, 128, 0, 0, 0, 254, 0, 0, 0]
     assert layout_of(bounds, 1, 4).starts.tolist() == [0, 8, 8, 12]
     ternary, _ = quantizers.tern_encode(v, bounds, each)

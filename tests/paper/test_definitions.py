@@ -180,5 +180,5 @@ def test_the_codes_are_mxnets() -> None:
         v, bounds, t = torch.randn(n), torch.tensor([0, n]), torch.tensor([0.5])
         quantizers, one = kernels.of(v).quantize, torch.ones(1)
         assert torch.equal(paper.Threshold(2, 0.5).quantize(v), quantizers.tern_encode(v, bounds, t)[0])
-        codes, _ = quantizers.sign_encode(v, bounds, t, -one, one)
+        codes, _ = quantizers.sign_encode(v, bounds, t, one)
         assert torch.equal(paper.Threshold(1, 0.5).quantize(v), codes)

@@ -52,12 +52,11 @@ class Quantizers:
         v: Dense,
         bounds: Bounds,
         cuts: Each,
-        lows: Each,
-        highs: Each,
+        scales: Each,
         keep: bool = True,
         into: Dense | None = None,
     ) -> tuple[Codes, Residual]:
-        """Encode 1 bit per element: v > cut of its segment. A 1 decodes to high, a 0 to low.
+        """Encode 1 bit per element: v > cut of its segment. A 1 decodes to the segment's scale, a 0 to minus it.
 
         The layout is the same as in MXNet's 1-bit compression: element i of a segment is in its byte i / 8, the
         first in the highest bit. A segment takes whole words of 4 bytes, padded with zeros.
@@ -65,26 +64,19 @@ class Quantizers:
         each = range_of_each(bounds, v.numel())
         fields = v > cuts[each]
         codes = _packed(fields, bounds, 1, WORD, highest_first=True)
-        return codes, _residual(v, torch.where(fields, highs[each], lows[each]), keep, into)
+        return codes, _residual(v, torch.where(fields, scales[each], -scales[each]), keep, into)
 
-    def sign_add_(self, codes: Codes, bounds: Bounds, lows: Each, highs: Each, total: Dense) -> None:
+    def sign_add_(self, codes: Codes, bounds: Bounds, scales: Each, total: Dense) -> None:
         each = range_of_each(bounds, total.numel())
         fields = _unpacked(codes, bounds, 1, WORD, highest_first=True, n=total.numel())
-        total += torch.where(fields > 0, highs[each], lows[each])
+        total += torch.where(fields > 0, scales[each], -scales[each])
 
     def sign_mean_(
-        self,
-        codes: AllCodes,
-        bounds: Bounds,
-        lows: AllEach,
-        highs: AllEach,
-        factors: Each | None,
-        size: int,
-        mean: Dense,
+        self, codes: AllCodes, bounds: Bounds, scales: AllEach, factors: Each | None, size: int, mean: Dense
     ) -> None:
         mean.zero_()
-        for code, low, high in zip(codes, lows, highs, strict=True):
-            self.sign_add_(code, bounds, low, high, mean)
+        for code, own in zip(codes, scales, strict=True):
+            self.sign_add_(code, bounds, own, mean)
         self._scale_(mean, bounds, factors, size)
 
     def tern_encode(
@@ -195,7 +187,7 @@ class Quantizers:
         if width == 2:
             self.tern_mean_(codes, bounds, each, factors, size, mean)
         else:
-            self.sign_mean_(codes, bounds, [-ones] * len(codes), each, factors, size, mean)
+            self.sign_mean_(codes, bounds, each, factors, size, mean)
 
     def pack_sums(self, codes: AllCodes, whole: Bounds, width: int, bits: int) -> UInt8[Tensor, "packed"]:
         """Sum the fields of all ranks' codes as integers, and pack the sums into `bits` bits, at most 8.

@@ -52,8 +52,8 @@ _RANKS = (EACH_U8, c_int)
 
 SIGNATURES: Signatures = {
     "dgc_largest": (None, (F32, I64, c_int64, F32, c_int)),
-    "dgc_quantize_signs": (None, (F32, *_RANGES, F32, F32, F32, *_MADE)),
-    "dgc_add_signs": (None, (U8, *_RANGES, F32, F32, F32, c_int)),
+    "dgc_quantize_signs": (None, (F32, *_RANGES, F32, F32, *_MADE)),
+    "dgc_add_signs": (None, (U8, *_RANGES, F32, F32, c_int)),
     "dgc_quantize_ternary": (None, (F32, *_RANGES, F32, *_MADE)),
     "dgc_quantize_levels": (None, (F32, *_RANGES, F32, F32, c_int, c_int, *_RANDOM, *_MADE)),
     "dgc_add_levels": (None, (U8, *_RANGES, F32, c_int, F32, c_int)),
@@ -72,7 +72,7 @@ SIGNATURES: Signatures = {
         c_int64,
         (EACH_F32, c_void_p, c_int, F32, c_int, I64, c_int64, c_int, F64, c_int),
     ),
-    "dgc_mean_signs": (c_int, (*_RANKS, *_RANGES, EACH_F32, EACH_F32, F32, c_float, c_int, F32, c_int)),
+    "dgc_mean_signs": (c_int, (*_RANKS, *_RANGES, EACH_F32, F32, c_float, c_int, F32, c_int)),
     "dgc_mean_ternary": (c_int, (*_RANKS, *_RANGES, EACH_F32, F32, c_float, F32, c_int)),
     "dgc_mean_levels": (c_int, (*_RANKS, *_RANGES, EACH_F32, c_int, c_float, F32, c_int)),
     "dgc_mean_bf16": (None, (*_RANKS, c_int64, c_float, F32, c_int)),
@@ -103,32 +103,30 @@ class NativeQuantizers(Native, Quantizers):
         v: Dense,
         bounds: Bounds,
         cuts: Each,
-        lows: Each,
-        highs: Each,
+        scales: Each,
         keep: bool = True,
         into: Dense | None = None,
     ) -> tuple[Codes, Residual]:
         codes, residual = empty_codes(bounds, 1, WORD), empty_residual(v, keep, into)
-        values, threads = (cuts, lows, highs), torch.get_num_threads()
-        self._library.dgc_quantize_signs(v, *_ranges(bounds, 1, WORD), *values, codes, residual, threads)
+        where, threads = _ranges(bounds, 1, WORD), torch.get_num_threads()
+        self._library.dgc_quantize_signs(v, *where, cuts, scales, codes, residual, threads)
         return codes, residual
 
-    def sign_add_(self, codes: Codes, bounds: Bounds, lows: Each, highs: Each, total: Dense) -> None:
+    def sign_add_(self, codes: Codes, bounds: Bounds, scales: Each, total: Dense) -> None:
         where = _ranges(bounds, 1, WORD)
-        self._library.dgc_add_signs(codes, *where, lows, highs, total, torch.get_num_threads())
+        self._library.dgc_add_signs(codes, *where, scales, total, torch.get_num_threads())
 
     def sign_mean_(
         self,
         codes: Sequence[Codes],
         bounds: Bounds,
-        lows: Sequence[Each],
-        highs: Sequence[Each],
+        scales: Sequence[Each],
         factors: Each | None,
         size: int,
         mean: Dense,
     ) -> None:
-        given, threads = (*_by_rank(codes, lows, highs), *_ranges(bounds, 1, WORD)), torch.get_num_threads()
-        self._library.dgc_mean_signs(*given, lows, highs, factors, size, False, mean, threads)
+        given, threads = (*_by_rank(codes, scales), *_ranges(bounds, 1, WORD)), torch.get_num_threads()
+        self._library.dgc_mean_signs(*given, scales, factors, size, False, mean, threads)
 
     def tern_encode(
         self, v: Dense, bounds: Bounds, thresholds: Each, keep: bool = True, into: Dense | None = None
@@ -291,9 +289,9 @@ class NativeElementCoder(Native, ElementCoder):
                 how = (*level_factors(values, code.levels, code.bits), code.levels, code.bits, *_random(seed))
                 self._library.dgc_quantize_levels(*where, *how, *made)
             case _:
-                ends = values if given is None else torch.ones_like(given)
-                cuts = torch.zeros_like(ends) if given is None else given
-                self._library.dgc_quantize_signs(*where, cuts, -ends, ends, *made)
+                scales = values if given is None else torch.ones_like(given)
+                cuts = torch.zeros_like(scales) if given is None else given
+                self._library.dgc_quantize_signs(*where, cuts, scales, *made)
         if keep and code.momentum is not None:
             torch.mul(v, code.momentum, out=residual)
         self._codec.seal_(payload, _NO_COUNT, measured.unusable.long().view(()), tensors, _NO_SCALE, terms)
@@ -318,10 +316,9 @@ class NativeElementCoder(Native, ElementCoder):
                 steps = [level_factors(own, code.levels, code.bits)[1] for own in table]
                 is_finite = self._library.dgc_mean_levels(*where, steps, code.bits, ranks, mean, threads)
             case _:
-                highs = table if given is None else [torch.ones_like(given)] * ranks
-                lows = list(map(Tensor.neg, highs))
+                scales = table if given is None else [torch.ones_like(given)] * ranks
                 options = (ranks, code.majority, mean, threads)
-                is_finite = self._library.dgc_mean_signs(*where, lows, highs, None, *options)
+                is_finite = self._library.dgc_mean_signs(*where, scales, None, *options)
         if mean is not flat:
             flat.copy_(mean)
             is_finite = bool(flat.isfinite().all())

@@ -75,10 +75,10 @@ def with_sign(magnitude, negative):
 
 @triton.jit
 @no_type_check
-def sign_of(x, is_valid, cut, low, high):
+def sign_of(x, is_valid, cut, scale):
     """Return the field of an element, and what it stands for."""
     up = (x > cut) & is_valid
-    return up.to(tl.int32), tl.where(up, high, low)
+    return up.to(tl.int32), tl.where(up, scale, scale * -1.0)  # Triton's minus loses the sign of zero
 
 
 @triton.jit
@@ -106,15 +106,15 @@ def level_of(x, i, is_valid, inverse, step, levels, key, inner_key, RANDOM: tl.c
 
 @triton.jit
 @no_type_check
-def field_value(field, low, high, KIND: tl.constexpr, WIDTH: tl.constexpr):
-    """Return what a field of WIDTH bits stands for: low or high; -high, 0 or high; or levels of a step `high`."""
+def field_value(field, scale, KIND: tl.constexpr, WIDTH: tl.constexpr):
+    """Return what a field of WIDTH bits stands for: -scale or scale; -scale, 0 or scale; or levels of a step."""
     if KIND == SIGNS:
-        x = tl.where((field & 1) > 0, high, low)
+        x = tl.where((field & 1) > 0, scale, scale * -1.0)
     elif KIND == TERNARY:
-        x = tl.where((field & 3) == 3, high, tl.where((field & 3) == 2, -high, 0.0))
+        x = tl.where((field & 3) == 3, scale, tl.where((field & 3) == 2, -scale, 0.0))
     else:
         level = field & ((1 << (WIDTH - 1)) - 1)
-        x = with_sign(high * level.to(tl.float32), (field & (1 << (WIDTH - 1))) > 0)
+        x = with_sign(scale * level.to(tl.float32), (field & (1 << (WIDTH - 1))) > 0)
     return x
 
 
@@ -122,11 +122,11 @@ def field_value(field, low, high, KIND: tl.constexpr, WIDTH: tl.constexpr):
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def sign_encode(
-    tiles, n_tiles, bounds, starts, v, cuts, lows, highs, codes, residual, KEEP: tl.constexpr, TILE: tl.constexpr
+    tiles, n_tiles, bounds, starts, v, cuts, scales, codes, residual, KEEP: tl.constexpr, TILE: tl.constexpr
 ):
     s, length, i, is_valid, place = tile_of(tiles, n_tiles, bounds, starts, 1, TILE)
     x = tl.load(v + i, mask=is_valid, other=0.0)
-    field, sent = sign_of(x, is_valid, tl.load(cuts + s), tl.load(lows + s), tl.load(highs + s))
+    field, sent = sign_of(x, is_valid, tl.load(cuts + s), tl.load(scales + s))
     if KEEP:
         tl.store(residual + i, x - sent, mask=is_valid)
     packed = tl.sum(field << shifts_of(1, True), 1)
@@ -136,12 +136,12 @@ def sign_encode(
 @moves("tiles codes total", "total")
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
-def sign_add(tiles, n_tiles, bounds, starts, codes, lows, highs, total, TILE: tl.constexpr):
+def sign_add(tiles, n_tiles, bounds, starts, codes, scales, total, TILE: tl.constexpr):
     s, length, i, is_valid, place = tile_of(tiles, n_tiles, bounds, starts, 1, TILE)
     packed = tl.load(codes + place, mask=live_bytes(length, 1, 4, TILE), other=0).to(tl.int32)
-    low, high = tl.load(lows + s), tl.load(highs + s)
+    scale = tl.load(scales + s)
     x = tl.load(total + i, mask=is_valid, other=0.0)
-    tl.store(total + i, x + field_value(packed[:, None] >> shifts_of(1, True), low, high, SIGNS, 1), mask=is_valid)
+    tl.store(total + i, x + field_value(packed[:, None] >> shifts_of(1, True), scale, SIGNS, 1), mask=is_valid)
 
 
 @moves("tiles v", "codes residual")
@@ -167,7 +167,7 @@ def tern_add(tiles, n_tiles, bounds, starts, codes, thresholds, total, TILE: tl.
     packed = tl.load(codes + place, mask=live_bytes(length, 2, 4, TILE), other=0).to(tl.int32)
     t = tl.load(thresholds + s)
     x = tl.load(total + i, mask=is_valid, other=0.0)
-    tl.store(total + i, x + field_value(packed[:, None] >> shifts_of(2, True), t, t, TERNARY, 2), mask=is_valid)
+    tl.store(total + i, x + field_value(packed[:, None] >> shifts_of(2, True), t, TERNARY, 2), mask=is_valid)
 
 
 @moves("tiles v", "codes residual")
@@ -209,7 +209,7 @@ def uniform_add(tiles, n_tiles, bounds, starts, codes, steps, total, WIDTH: tl.c
     packed = tl.load(codes + place, mask=live_bytes(length, WIDTH, 1, TILE), other=0).to(tl.int32)
     step = tl.load(steps + s)
     x = tl.load(total + i, mask=is_valid, other=0.0)
-    value = field_value(packed[:, None] >> shifts_of(WIDTH, False), step, step, LEVELS, WIDTH)
+    value = field_value(packed[:, None] >> shifts_of(WIDTH, False), step, LEVELS, WIDTH)
     tl.store(total + i, x + value, mask=is_valid)
 
 
@@ -227,7 +227,7 @@ def scale(tiles, n_tiles, bounds, starts, factors, size, mean, SCALED: tl.conste
 
 
 @moves("tiles codes", "mean")
-@triton.jit(do_not_specialize=[*SIZES, "n_ranks", "stride", "low_stride", "high_stride"])
+@triton.jit(do_not_specialize=[*SIZES, "n_ranks", "stride", "scale_stride"])
 @no_type_check
 def mean_of_fields(
     tiles,
@@ -237,10 +237,8 @@ def mean_of_fields(
     codes,
     n_ranks,
     stride,
-    lows,
-    low_stride,
-    highs,
-    high_stride,
+    scales,
+    scale_stride,
     factors,
     size,
     mean,
@@ -257,11 +255,8 @@ def mean_of_fields(
     for r in range(n_ranks):
         row = tl.cast(r, tl.int64)
         packed = tl.load(codes + row * stride + place, mask=read_here, other=0).to(tl.int32)
-        high = tl.load(highs + row * high_stride + s)
-        low = high
-        if KIND == SIGNS:
-            low = tl.load(lows + row * low_stride + s)
-        total += field_value(packed[:, None] >> shifts_of(WIDTH, KIND < LEVELS), low, high, KIND, WIDTH)
+        scale = tl.load(scales + row * scale_stride + s)
+        total += field_value(packed[:, None] >> shifts_of(WIDTH, KIND < LEVELS), scale, KIND, WIDTH)
     if SCALED:
         total *= tl.load(factors + s)
     # `/` would be an approximate division on GPUs
@@ -338,17 +333,16 @@ class TritonQuantizers(Quantizers):
         v: Dense,
         bounds: Bounds,
         cuts: Each,
-        lows: Each,
-        highs: Each,
+        scales: Each,
         keep: bool = True,
         into: Dense | None = None,
     ) -> tuple[Codes, Residual]:
         codes, residual = empty_codes(bounds, 1, WORD), empty_residual(v, keep, into)
-        self._each(sign_encode, v, bounds, 1, WORD, v, cuts, lows, highs, codes, residual, keep)
+        self._each(sign_encode, v, bounds, 1, WORD, v, cuts, scales, codes, residual, keep)
         return codes, residual
 
-    def sign_add_(self, codes: Codes, bounds: Bounds, lows: Each, highs: Each, total: Dense) -> None:
-        self._each(sign_add, total, bounds, 1, WORD, codes, lows, highs, total)
+    def sign_add_(self, codes: Codes, bounds: Bounds, scales: Each, total: Dense) -> None:
+        self._each(sign_add, total, bounds, 1, WORD, codes, scales, total)
 
     def tern_encode(
         self, v: Dense, bounds: Bounds, thresholds: Each, keep: bool = True, into: Dense | None = None
@@ -385,30 +379,21 @@ class TritonQuantizers(Quantizers):
         self._each(uniform_add, total, bounds, bits, 1, codes, steps, total, bits)
 
     def sign_mean_(
-        self,
-        codes: AllCodes,
-        bounds: Bounds,
-        lows: AllEach,
-        highs: AllEach,
-        factors: Each | None,
-        size: int,
-        mean: Dense,
+        self, codes: AllCodes, bounds: Bounds, scales: AllEach, factors: Each | None, size: int, mean: Dense
     ) -> None:
-        values = (as_rows(lows), as_rows(highs))
-        self._mean(codes, bounds, *values, factors, size, mean, WORD, SIGNS.value, 1)
+        self._mean(codes, bounds, as_rows(scales), factors, size, mean, WORD, SIGNS.value, 1)
 
     def tern_mean_(
         self, codes: AllCodes, bounds: Bounds, thresholds: AllEach, factors: Each | None, size: int, mean: Dense
     ) -> None:
         values = thresholds_or(0.0, as_rows(thresholds))
-        self._mean(codes, bounds, values, values, factors, size, mean, WORD, TERNARY.value, 2)
+        self._mean(codes, bounds, values, factors, size, mean, WORD, TERNARY.value, 2)
 
     def _mean(
         self,
         codes: AllCodes,
         bounds: Bounds,
-        lows: Float32[Tensor, "ranks S"],
-        highs: Float32[Tensor, "ranks S"],
+        scales: Float32[Tensor, "ranks S"],
         factors: Each | None,
         size: int,
         mean: Dense,
@@ -417,7 +402,7 @@ class TritonQuantizers(Quantizers):
         width: int,
     ) -> None:
         rows, divisor = as_rows(codes), on_device((float(size),), torch.float32, mean.device)
-        given = (rows, len(codes), rows.stride(0), lows, lows.stride(0), highs, highs.stride(0))
+        given = (rows, len(codes), rows.stride(0), scales, scales.stride(0))
         made = (factors, divisor, mean, factors is not None, unit, kind, width)
         self._each(mean_of_fields, mean, bounds, width, unit, *given, *made)
 

@@ -89,7 +89,7 @@ def values_of(
     packed = tl.load(rows + code, mask=real[:, None], other=0).to(tl.int32)
     field = packed[:, :, None] >> (tl.arange(0, 8 // BITS) * BITS)[None, None, :]
     step = step[:, None, None]
-    x = field_value(field, step, step, LEVELS, BITS)
+    x = field_value(field, step, LEVELS, BITS)
     if ROTATE:
         x = turned(x, TILE)
     return x

@@ -245,9 +245,9 @@ def encode(
     x = tl.load(v + i, mask=is_valid, other=0.0)
     value = tl.load(values + s)
     if FORM == SIGNS:
-        field, sent = sign_of(x, is_valid, 0.0, value * -1.0, value)  # Triton's minus loses the sign of zero
+        field, sent = sign_of(x, is_valid, 0.0, value)
     elif FORM == CUTS:
-        field, sent = sign_of(x, is_valid, value, -1.0, 1.0)
+        field, sent = sign_of(x, is_valid, value, 1.0)
     elif FORM == TERNARY:
         field, sent = ternary_of(x, is_valid, usable_or(value, float("inf")))
     else:
@@ -333,15 +333,14 @@ def mean_of_payloads(
         field = packed[:, None] >> shifts_of(WIDTH, FORM <= TERNARY)
         table = (payload + HEADER).to(tl.pointer_type(tl.float32))
         if FORM == SIGNS:
-            high = tl.load(table + s)
-            total += field_value(field, high * -1.0, high, SIGN_FIELDS, WIDTH)
+            total += field_value(field, tl.load(table + s), SIGN_FIELDS, WIDTH)
         elif FORM == CUTS:
-            total += field_value(field, -1.0, 1.0, SIGN_FIELDS, WIDTH)
+            total += field_value(field, 1.0, SIGN_FIELDS, WIDTH)
         elif FORM == TERNARY:
-            total += field_value(field, -1.0, 1.0, TERNARY_FIELDS, WIDTH)
+            total += field_value(field, 1.0, TERNARY_FIELDS, WIDTH)
         else:
             _, step = level_factors_of(tl.load(table + s), levels)
-            total += field_value(field, step, step, LEVEL_FIELDS, WIDTH)
+            total += field_value(field, step, LEVEL_FIELDS, WIDTH)
         part = tl.zeros([CHECKED], dtype=tl.int64)
         for k in range(0, share, CHECKED):
             j = t * share + k + lane

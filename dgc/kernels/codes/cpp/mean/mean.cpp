@@ -129,12 +129,12 @@ using namespace dgc;
 // per-segment arrays have one address per rank. mean: sum * factor / size of every element. All but the
 // last return whether it is finite. majority: the sign of the sum in place of the mean.
 DGC_EXPORT int dgc_mean_signs(const uint8_t* const* codes, int ranks, const int64_t* bounds, const int64_t* starts,
-                              int64_t segments, const float* const* lows, const float* const* highs,
-                              const float* factors, float size, int majority, float* mean, int threads) {
+                              int64_t segments, const float* const* scales, const float* factors, float size,
+                              int majority, float* mean, int threads) {
     Mean of{codes, ranks, factors, size, mean, bounds[segments] >= large};
     of.majority = majority != 0;
     mean_of_fields({Fields::one, 1, 4}, of, {bounds, starts, segments}, threads,
-                   [=](int r, int64_t s, uint32_t field) { return field ? highs[r][s] : lows[r][s]; });
+                   [=](int r, int64_t s, uint32_t field) { return field ? scales[r][s] : -scales[r][s]; });
     return of.finite;
 }
 

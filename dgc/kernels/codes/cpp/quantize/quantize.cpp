@@ -73,19 +73,19 @@ DGC_EXPORT void dgc_largest(const float* v, const int64_t* bounds, int64_t segme
 }
 
 DGC_EXPORT void dgc_quantize_signs(const float* v, const int64_t* bounds, const int64_t* starts, int64_t segments,
-                                   const float* cuts, const float* lows, const float* highs, uint8_t* codes,
-                                   float* residual, int threads) {
+                                   const float* cuts, const float* scales, uint8_t* codes, float* residual,
+                                   int threads) {
     const auto kernel = quantize_kernels().sign_encode;
     for_units({bounds, starts, segments}, 1, threads, [&](int64_t s, int64_t i, int64_t n, int64_t place) {
-        kernel(v + i, n, cuts[s], lows[s], highs[s], codes + place, at(residual, i));
+        kernel(v + i, n, cuts[s], scales[s], codes + place, at(residual, i));
     });
 }
 
 DGC_EXPORT void dgc_add_signs(const uint8_t* codes, const int64_t* bounds, const int64_t* starts, int64_t segments,
-                              const float* lows, const float* highs, float* total, int threads) {
+                              const float* scales, float* total, int threads) {
     const auto kernel = quantize_kernels().sign_add;
     for_units({bounds, starts, segments}, 1, threads, [&](int64_t s, int64_t i, int64_t n, int64_t place) {
-        kernel(codes + place, n, lows[s], highs[s], total + i);
+        kernel(codes + place, n, scales[s], total + i);
     });
 }
 

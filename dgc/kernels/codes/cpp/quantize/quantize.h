@@ -20,9 +20,8 @@ constexpr int64_t group = 64;
 // All kernels process n elements and their codes. The last word of sign and ternary codes is padded with zeros. No
 // residual is written if it is null.
 struct QuantizeKernels {
-    void (*sign_encode)(const float* v, int64_t n, float cut, float low, float high, uint8_t* codes,
-                        float* residual);
-    void (*sign_add)(const uint8_t* codes, int64_t n, float low, float high, float* total);
+    void (*sign_encode)(const float* v, int64_t n, float cut, float scale, uint8_t* codes, float* residual);
+    void (*sign_add)(const uint8_t* codes, int64_t n, float scale, float* total);
     void (*tern_encode)(const float* v, int64_t n, float threshold, uint8_t* codes, float* residual);
     void (*uniform_encode)(const float* v, int64_t n, float inverse, float step, float levels, int bits,
                            const Random& random, uint8_t* codes, float* residual);

@@ -22,18 +22,18 @@ inline void with(float* residual, Encode&& encode) {
     encode(Residual<false>{nullptr});
 }
 
-void sign_encode(const float* v, int64_t n, float cut, float low, float high, uint8_t* codes, float* residual) {
+void sign_encode(const float* v, int64_t n, float cut, float scale, uint8_t* codes, float* residual) {
     with(residual, [=](auto kept) {
         encode<1, highest_first>(n, codes, [=](int64_t i) {
             const bool up = v[i] > cut;
-            kept.store(i, v[i] - (up ? high : low));
+            kept.store(i, v[i] - (up ? scale : -scale));
             return static_cast<uint8_t>(up);
         });
     });
 }
 
-void sign_add(const uint8_t* codes, int64_t n, float low, float high, float* total) {
-    decode<1, highest_first>(codes, n, [=](int64_t i, uint8_t up) { total[i] += up ? high : low; });
+void sign_add(const uint8_t* codes, int64_t n, float scale, float* total) {
+    decode<1, highest_first>(codes, n, [=](int64_t i, uint8_t up) { total[i] += up ? scale : -scale; });
 }
 
 // All ones if x, else all zeros. The compiler vectorizes this mask, but not a branch.
