@@ -29,7 +29,7 @@ from torch import Tensor
 import dgc.kernels as kernels
 from benchmarks._harness import Table, middle, options, print_json, ratio
 from benchmarks._recordings import MOMENTUM, Gradients, Recording, record, small_images
-from benchmarks.step_overhead import Layout, Ours, Step, TopK, floors, measure
+from benchmarks.step_overhead import Buckets, Ours, Step, TopK, floors, measure
 from dgc.kernels import Budget, Moments, PassInputs, Prediction, SelectionKernels, SparseVector, Tail, TopKResult
 from dgc.sparse.payloads import CastValues, PlainIndices, SparseFormat
 from dgc.sparse.selectors import Predicted, Quota
@@ -49,7 +49,7 @@ WIRE = SparseFormat(CastValues("fp16"), PlainIndices("int32"))
 class SelectorStep(Ours):
     """A step with a selector, by its name."""
 
-    def __init__(self, name: str, buckets: Layout, ratio: float):
+    def __init__(self, name: str, buckets: Buckets, ratio: float):
         super().__init__("auto", build(name).selector, buckets, ratio, MOMENTUM, WIRE, "cpu")
         self.name = name
         # whether a first step differs from later ones

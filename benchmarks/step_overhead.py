@@ -43,7 +43,7 @@ BUCKET_BYTES = 25 * 1024 * 1024
 SPARE = 1 << 24  # range of the random start of a gradient, in elements
 MOMENTUM = 0.9
 
-Layout = Sequence[Sequence[Segment]]
+Buckets = Sequence[Sequence[Segment]]
 
 
 class Step(ABC):
@@ -64,7 +64,7 @@ class Step(ABC):
 class Stateful(Step):
     """u and v of every bucket, and the sent elements that the next step removes from them."""
 
-    def __init__(self, buckets: Layout, device: str):
+    def __init__(self, buckets: Buckets, device: str):
         self.sizes = [[segment.numel for segment in bucket] for bucket in buckets]
         self.u = [torch.zeros(sum(sizes), device=device) for sizes in self.sizes]
         self.v = [torch.zeros(sum(sizes), device=device) for sizes in self.sizes]
@@ -90,7 +90,7 @@ class Ours(Stateful):
         self,
         backend: str,
         selector: Selector,
-        buckets: Layout,
+        buckets: Buckets,
         ratio: float,
         momentum: float,
         wire: SparseFormat,
@@ -131,7 +131,7 @@ class Pass(Stateful):
     is_floor = True
     bytes_per_parameter = 20
 
-    def __init__(self, backend: str, buckets: Layout, momentum: float, device: str):
+    def __init__(self, backend: str, buckets: Buckets, momentum: float, device: str):
         super().__init__(buckets, device)
         self.name, self.backend, self.momentum = f"{backend}, accumulate only", backend, momentum
 
@@ -178,7 +178,7 @@ class PlainLoop(Stateful):
     is_floor = True
     bytes_per_parameter = 20
 
-    def __init__(self, buckets: Layout, momentum: float):
+    def __init__(self, buckets: Buckets, momentum: float):
         super().__init__(buckets, "cpu")
         with tempfile.TemporaryDirectory() as folder:
             source, target = Path(folder, "loop.cpp"), Path(folder, "loop.so")
@@ -194,7 +194,7 @@ class PlainLoop(Stateful):
         self.library.update_all(*pointers, self.counts, len(self.counts), self.momentum, torch.get_num_threads())
 
 
-def floors(backend: str, buckets: Layout, momentum: float, device: str) -> list[Step]:
+def floors(backend: str, buckets: Buckets, momentum: float, device: str) -> list[Step]:
     own: list[Step] = [Pass(backend, buckets, momentum, device)]
     return [PlainLoop(buckets, momentum), *own] if device == "cpu" else own
 
@@ -208,7 +208,7 @@ class Eager(Stateful):
     is_slow = True
     sample_ratio, lower, upper, retries = 0.01, 0.8, 1.3, 10
 
-    def __init__(self, buckets: Layout, ratio: float, momentum: float, device: str):
+    def __init__(self, buckets: Buckets, ratio: float, momentum: float, device: str):
         super().__init__(buckets, device)
         self.ratio, self.momentum = ratio, momentum
         self.tensors = [
@@ -258,7 +258,7 @@ class TopK(Stateful):
     name = "torch.topk of |v| alone"
     is_slow = True
 
-    def __init__(self, buckets: Layout, ratio: float, device: str):
+    def __init__(self, buckets: Buckets, ratio: float, device: str):
         super().__init__(buckets, device)
         self.ks = [quota_of(bucket, ratio).ks for bucket in buckets]
 

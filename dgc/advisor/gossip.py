@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from dgc.advisor.cost.computing import AlikeRanks, evict_caches, message_of
-from dgc.advisor.cost.model import Message, Traffic
+from dgc.advisor.cost.model import RecordedMessage, Traffic
 from dgc.advisor.methods import Build
 from dgc.advisor.workload import Workload
 from dgc.comm import Request
@@ -25,7 +25,7 @@ class RecordingRanks(AlikeRanks):
 
     def __init__(self, size: int, local_size: int):
         super().__init__(size, local_size)
-        self.messages: list[Message] = []
+        self.messages: list[RecordedMessage] = []
 
     def launch(self, name: str, requests: Sequence[Request], communicator: str = "") -> Any:
         replies = super().launch(name, requests, communicator)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from dgc.advisor.candidates import Candidate, Recorder
-from dgc.advisor.cost.model import Compute, Message
+from dgc.advisor.cost.model import Compute, RecordedMessage
 from dgc.advisor.methods import Method, builder
 from dgc.advisor.workload import Workload
 
@@ -100,7 +100,7 @@ def steps_on_paper(recorder: Recorder, shape: Shape, size: int) -> Candidate:
     return Candidate(method, traffic, Compute(), ready)
 
 
-def grown(message: Message, times: float) -> Message:
+def grown(message: RecordedMessage, times: float) -> RecordedMessage:
     """The same message with more bytes."""
     return replace(
         message,

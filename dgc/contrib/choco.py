@@ -31,7 +31,7 @@ from dgc.comm.requests import Conversation, as_bytes, read
 from dgc.core.arguments import checked
 from dgc.core.bucket import Segment
 from dgc.core.envelope import PayloadError, sealed_bytes
-from dgc.gossip import DifferenceGossip, FP32Message, HalfPrecisionMessage, Message, metropolis, two_way_ring
+from dgc.gossip import DifferenceGossip, FP32Message, GossipMessage, HalfPrecisionMessage, metropolis, two_way_ring
 from dgc.gossip.messages import Bytes, Vector, exchange, message_of
 from dgc.gossip.topology import Graph, Mixing, Peers, Shares
 from dgc.sparse.selectors.selector import share
@@ -72,7 +72,7 @@ class TopK:
         return min(1.0, 2 * self.ratio)
 
     @property
-    def message(self) -> Message:
+    def message(self) -> GossipMessage:
         return FP32Message() if self.values == "fp32" else HalfPrecisionMessage(self.values)
 
     def count(self, segments: Sequence[Segment]) -> int:

@@ -66,7 +66,7 @@ TYPES = {
 }
 
 
-class _Layout:
+class _RowLayout:
     """The buffer of a collective: a row for each rank, with its part of each parameter in turn.
 
     row: Bounds of the parameters in one row. rows: The same in all rows.
@@ -87,7 +87,7 @@ class _Layout:
 class _Collective:
     """What FSDP2 calls in place of a collective of one group."""
 
-    def __init__(self, owner: "FSDPQuantizer", group: ParameterGroup, layout: _Layout, what: str):
+    def __init__(self, owner: "FSDPQuantizer", group: ParameterGroup, layout: _RowLayout, what: str):
         self.group, self.layout, self._owner = group, layout, owner
         self._what, self._types = f"the {what} of {group.label}", TYPES[what]
         bounds = layout.rows if what == "gradients" else layout.row  # of what this rank sends
@@ -122,7 +122,7 @@ class _ReduceScatter(_Collective):
     kept: Tensor | None = None
     changed: Tensor | None = None
 
-    def __init__(self, owner: "FSDPQuantizer", group: ParameterGroup, layout: _Layout):
+    def __init__(self, owner: "FSDPQuantizer", group: ParameterGroup, layout: _RowLayout):
         super().__init__(owner, group, layout, "gradients")
         self.alone: list[Tensor] = []
 
@@ -408,12 +408,12 @@ class FSDPQuantizer:
             reduce_scatter = all_gather = None
             if gradients is not None and group.parameters:
                 code = BlockCode(gradients, block, hadamard)
-                layout = _Layout(group.names, group.places, ranks, code, group.device)
+                layout = _RowLayout(group.names, group.places, ranks, code, group.device)
                 reduce_scatter = _ReduceScatter(self, group, layout)
                 reduce_scatter.tag = TAG + len(self._sums)
                 self._sums.append(reduce_scatter)
             if weights is not None:
-                layout = _Layout(group.gathered_names, group.gathered_places, ranks, WEIGHTS, group.device)
+                layout = _RowLayout(group.gathered_names, group.gathered_places, ranks, WEIGHTS, group.device)
                 all_gather = _AllGather(self, group, layout, "weights")
             undo.append(group.use_collectives(reduce_scatter, all_gather))
             group.claim(self)

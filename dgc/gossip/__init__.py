@@ -22,9 +22,9 @@ from dgc.gossip.graphs import static_exponential as static_exponential
 from dgc.gossip.graphs import two_way_ring as two_way_ring
 from dgc.gossip.hierarchical_gossip import HierarchicalGossip as HierarchicalGossip
 from dgc.gossip.messages import FP32Message as FP32Message
+from dgc.gossip.messages import GossipMessage as GossipMessage
 from dgc.gossip.messages import HalfPrecisionMessage as HalfPrecisionMessage
 from dgc.gossip.messages import Int8Message as Int8Message
-from dgc.gossip.messages import Message as Message
 from dgc.gossip.model import FlatModel as FlatModel
 from dgc.gossip.protocol import DifferenceGossip as DifferenceGossip
 from dgc.gossip.protocol import Gossip as Gossip

@@ -85,7 +85,7 @@ def weight_of(content: Bytes) -> Float64[Tensor, ""]:
 
 
 @runtime_checkable
-class Message(Protocol):
+class GossipMessage(Protocol):
     """An encoding of vectors with a fixed size."""
 
     @property

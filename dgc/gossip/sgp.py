@@ -27,7 +27,7 @@ from dgc.comm.requests import AllReduce, Conversation, as_bytes
 from dgc.core.arguments import WHOLE, checked, require
 from dgc.core.state import check_mapping
 from dgc.gossip.graphs import n_peer_exponential
-from dgc.gossip.messages import WEIGHT_NBYTES, FP32Message, Message, blank, exchange, weight_of
+from dgc.gossip.messages import WEIGHT_NBYTES, FP32Message, GossipMessage, blank, exchange, weight_of
 from dgc.gossip.protocol import MISSING_ZERO_GRAD, Gossip, check_state
 from dgc.gossip.topology import Graph, Mixing, Topology, build_topology, check_mixing, uniform
 
@@ -44,7 +44,7 @@ class SGP(Gossip):
     Args:
         graph (callable, optional): returns the topology for a number of ranks; None for an all-reduce.
         mixing (Mixing): shares that a rank sends to its peers; the columns of P.
-        message (Message, optional): encoding of a model; default `FP32Message`, fp32.
+        message (GossipMessage, optional): encoding of a model; default `FP32Message`, fp32.
         graph_from_epoch (mapping, optional): {epoch: graph that is used from this epoch on}. Epochs count from 0.
         blocking (bool): wait for neighbours right after each step, not before the next forward pass.
 
@@ -65,7 +65,7 @@ class SGP(Gossip):
         self,
         graph: Graph | None = n_peer_exponential,
         mixing: Mixing = uniform,
-        message: Message | None = None,
+        message: GossipMessage | None = None,
         graph_from_epoch: Mapping[int | str, Graph | None] | None = None,
         blocking: bool = False,
     ):
@@ -331,7 +331,7 @@ class OSGP(SGP):
         self,
         graph: Graph | None = n_peer_exponential,
         mixing: Mixing = uniform,
-        message: Message | None = None,
+        message: GossipMessage | None = None,
         graph_from_epoch: Mapping[int | str, Graph | None] | None = None,
         synch_freq: int = 0,
         biased: bool = False,

@@ -33,7 +33,7 @@ def memory_order(segment: Segment) -> list[int] | None:
     return sorted(rest, key=lambda d: -stride[d])
 
 
-class Layout:
+class MatrixLayout:
     """Positions of a bucket's tensors in v. groups: positions in the bucket of the tensors of each batch, by
     (n, m, rank). square: the only batch is one matrix of all tensors.
     """
@@ -171,10 +171,10 @@ class CompressionRule:
                 return rho
         return 0
 
-    def layout(self, bucket: Bucket, steps: int, ranks: Mapping[str, int]) -> Layout:
+    def layout(self, bucket: Bucket, steps: int, ranks: Mapping[str, int]) -> MatrixLayout:
         """The layout after this many steps. ranks: by name, higher ranks for tensors where they save enough."""
         if steps < self.start:
-            return Layout(bucket, {})
+            return MatrixLayout(bucket, {})
         groups: dict[tuple[int, int, int], list[int]] = {}
         if self.square:
             side = isqrt(max(0, bucket.numel - 1)) + 1
@@ -186,9 +186,9 @@ class CompressionRule:
                 rank = self.rank_of(s.numel, n, m, ranks.get(s.name, 0))
                 groups.setdefault((n, m, rank), []).append(i)
         compressed = {(n, m, rank): members for (n, m, rank), members in groups.items() if rank}
-        return Layout(bucket, compressed, self.square)
+        return MatrixLayout(bucket, compressed, self.square)
 
-    def floats_sent(self, layout: Layout) -> float:
+    def floats_sent(self, layout: MatrixLayout) -> float:
         """Numbers that a rank sends per step, averaged over two steps."""
         factors = sum(batch.count * batch.rank * (batch.n + batch.m) for batch in layout.batches)
         return factors * self.half_steps / 2 + layout.numel - layout.begin_dense

@@ -56,7 +56,7 @@ from dgc.lowrank.matrices import (
     Batch,
     CompressionRule,
     Factor,
-    Layout,
+    MatrixLayout,
     Products,
     orthonormalize,
 )
@@ -74,7 +74,7 @@ class PowerSGDState(State):
     deferred: not yet subtracted from v. keeps: whether there is error feedback. cast: how numbers are sent.
     """
 
-    layout: Layout
+    layout: MatrixLayout
     rule: CompressionRule
     seed: int
     settings: str
@@ -169,7 +169,7 @@ class PowerSGDState(State):
         return replace(self, ranks=ranks).updated()
 
 
-def stack(layout: Layout, batch: Batch, side: str, factors: list[Tensor]) -> Float32[Tensor, "B r d"]:
+def stack(layout: MatrixLayout, batch: Batch, side: str, factors: list[Tensor]) -> Float32[Tensor, "B r d"]:
     """Stacks the factors of a batch, each in the order of the shape."""
     if side == "Q":
         factors = layout.permute_columns(batch, factors, to_memory=True)
@@ -178,7 +178,7 @@ def stack(layout: Layout, batch: Batch, side: str, factors: list[Tensor]) -> Flo
     return stacked if device == stacked.device else stacked.pin_memory().to(device, non_blocking=True)
 
 
-def check_factors(layout: Layout, tables: Tables) -> None:
+def check_factors(layout: MatrixLayout, tables: Tables) -> None:
     """Raise ValueError if the factors of a checkpoint do not fit the matrices of a layout."""
     for batch in layout.batches:
         for name in layout.names(batch):
@@ -198,7 +198,7 @@ def check_factors(layout: Layout, tables: Tables) -> None:
 
 
 def restored(
-    layout: Layout, batch: Batch, side: str, saved: Mapping[str, Any], seed: int
+    layout: MatrixLayout, batch: Batch, side: str, saved: Mapping[str, Any], seed: int
 ) -> Float32[Tensor, "B r d"]:
     """The factors of a batch from the factors of a checkpoint, which have been checked."""
     (_, r, length), device = batch.factor_shape(side), layout.bucket.device
@@ -253,7 +253,7 @@ class _Step:
     largest_bits: Int32[Tensor, "1"] | None = None
 
 
-def _result(layout: Layout, step: _Step) -> DenseResult:
+def _result(layout: MatrixLayout, step: _Step) -> DenseResult:
     """The result of a step whose mean is in the bucket."""
     bucket, flags = layout.bucket, step.flags
     R = max((U.shape[1] for U, _ in step.mean), default=1)
@@ -357,7 +357,7 @@ class PowerSGDCompressor(Compressor):
         empty = PowerSGDState(
             size,
             rank,
-            layout=Layout(bucket, {}),
+            layout=MatrixLayout(bucket, {}),
             rule=self._rule,
             seed=self.seed,
             settings=f"PowerSGD {self.mode} {self.num_iters_per_step} {self._wire.dtype}",

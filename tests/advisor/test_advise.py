@@ -29,7 +29,7 @@ from dgc.advisor.advice import (
 )
 from dgc.advisor.candidates import Candidate, compute_of, measure_candidate
 from dgc.advisor.cluster import cluster_on_paper, describe
-from dgc.advisor.cost import AlikeRanks, Compute, Message, Network, Traffic, collectives, message_of
+from dgc.advisor.cost import AlikeRanks, Compute, RecordedMessage, Network, Traffic, collectives, message_of
 from dgc.advisor.cost.collectives import SIZES, Sample, fit_network, levels, measure_network, misfit, requests_of
 from dgc.advisor.cost.computing import last_level_cache
 from dgc.advisor.methods import GOSSIP, UNCOMPRESSED, Loss, Method
@@ -83,7 +83,7 @@ def words(*more: str, rate: str = "10mbit", experiment: str = CNN) -> list[str]:
 
 def candidate(name: str, nbytes: int, compute: float = 0.0, ready: float = 1.0) -> Candidate:
     """A method of two ranks that sends one message."""
-    message = Message("AllGather", 2, 1, nbytes, float(nbytes), float(nbytes), False, 0)
+    message = RecordedMessage("AllGather", 2, 1, nbytes, float(nbytes), float(nbytes), False, 0)
     method, traffic = Method(name, (f"configs/{name}.py",)), Traffic(2, 1, ((message,),), 0, 0)
     return Candidate(method, traffic, Compute(compute), (ready,))
 
@@ -227,7 +227,7 @@ def test_the_crossing_point(tmp_path: Path) -> None:
     assert [crossing(a, b, (1e5, 1e10)), crossing(a, b)] == pytest.approx([9e6] * 2, rel=2e-3)
     assert crossing(a, b, (1e7, 1e10)) is crossing(a, b, (1e5, 1e6)) is None  # fp16 is always faster, and never
     # on a single machine the rate is that between its ranks
-    message = Message("AllGather", 2, 2, 10**6, 1e6, 0.0, False, 0)
+    message = RecordedMessage("AllGather", 2, 2, 10**6, 1e6, 0.0, False, 0)
     inside = replace(candidate("a", 10**6), traffic=Traffic(2, 2, ((message,),), 0, 0))
     assert step_at(inside, Network(1e-3, 1e9, 2, 0.0, 1e9), Work(0.0, 1.0))(1e6) == pytest.approx(2.0)
     methods = [method, candidate("b", 10**6), candidate("c", 10**8)]

@@ -22,7 +22,7 @@ from torch import nn
 
 from dgc.advisor.candidates import measure_candidate
 from dgc.advisor.command import loss_of_model, main, moved
-from dgc.advisor.cost import BucketWork, Compute, Message, Network, Traffic, overlapped, predict
+from dgc.advisor.cost import BucketWork, Compute, Network, RecordedMessage, Traffic, overlapped, predict
 from dgc.advisor.cost.computing import AlikeRanks, Planned, fit_computing, machine_of, record_steps, typical
 from dgc.advisor.methods import METHODS, builder
 from dgc.advisor.paper import WIDEST, candidate_on_paper, shape_of, workload_on_paper
@@ -103,10 +103,10 @@ def test_an_early_end_loses_no_message() -> None:
             assert record(partial(plan, make), 16).buckets == traffic.buckets
 
 
-def message(kind: str, size: int, payload: int, wire: float, **more: Any) -> Message:
+def message(kind: str, size: int, payload: int, wire: float, **more: Any) -> RecordedMessage:
     local = more.pop("inner", 1)
     given: dict[str, Any] = {"cross": wire / local if size > local else 0.0, "half": False, "peers": 0, **more}
-    return Message(kind, size, local, payload, wire, **given)
+    return RecordedMessage(kind, size, local, payload, wire, **given)
 
 
 def test_seconds_of_collectives_by_hand() -> None:

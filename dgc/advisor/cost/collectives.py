@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from dgc.advisor.cost.computing import message_of
-from dgc.advisor.cost.model import Message, Network
+from dgc.advisor.cost.model import Network, RecordedMessage
 from dgc.comm import AllGather, AllReduce, Request, Transport, all_gather_object, barrier
 from dgc.comm.requests import Group
 
@@ -33,7 +33,7 @@ RANGE = 10.0  # natural logarithm of the factor by which the fit may leave START
 class Sample:
     """A collective and its measured seconds."""
 
-    message: Message
+    message: RecordedMessage
     seconds: float
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from typing_extensions import assert_never
 
-from dgc.advisor.cost.model import Compute, Message, Traffic
+from dgc.advisor.cost.model import Compute, RecordedMessage, Traffic
 from dgc.comm.meter import bytes_of
 from dgc.comm.requests import (
     AllGather,
@@ -203,9 +203,9 @@ def _record(
     ranks: AlikeRanks,
     device: torch.device,
     ends: tuple[str, ...],
-) -> tuple[tuple[Message, ...], float, float | None]:
+) -> tuple[tuple[RecordedMessage, ...], float, float | None]:
     """The messages of a conversation, and its seconds before and after the first one; None if it ends early."""
-    messages: list[Message] = []
+    messages: list[RecordedMessage] = []
     seconds: list[float] = []  # before each message, and after the last one
     replies: tuple[Reply, ...] | None = None
     while True:
@@ -230,7 +230,7 @@ def _now(device: torch.device) -> float:
     return perf_counter()
 
 
-def message_of(request: Request, ranks: Transport, awaited: int = 0) -> Message:
+def message_of(request: Request, ranks: Transport, awaited: int = 0) -> RecordedMessage:
     """The message of a request of this rank. awaited: for an Exchange, bytes that it waits for."""
     size, rank, local = ranks.group_size(request.group), ranks.group_rank(request.group), ranks.local_size
     inner = 1 if request.group == "cross" else local
@@ -244,7 +244,7 @@ def message_of(request: Request, ranks: Transport, awaited: int = 0) -> Message:
         peers = sum(n > 0 for to, n in enumerate(request.splits) if to != rank)
     if isinstance(request, Exchange):
         peers = sum(to != rank for to in request.sends)
-    return Message(type(request).__name__, size, inner, payload, wire, cross, half, peers, awaited)
+    return RecordedMessage(type(request).__name__, size, inner, payload, wire, cross, half, peers, awaited)
 
 
 def typical(traffics: Sequence[Traffic]) -> Traffic:
@@ -297,7 +297,7 @@ def machine_of(ranks: Sequence[Traffic]) -> Traffic:
     )
 
 
-def _places(messages: Sequence[Message]) -> dict[tuple[int, int], Message]:
+def _places(messages: Sequence[RecordedMessage]) -> dict[tuple[int, int], RecordedMessage]:
     """By number of messages with the machine's other ranks so far, and of those without since the last one."""
     found, shared, own = {}, 0, 0
     for message in messages:
@@ -306,7 +306,7 @@ def _places(messages: Sequence[Message]) -> dict[tuple[int, int], Message]:
     return found
 
 
-def _together(messages: Sequence[Message]) -> Message:
+def _together(messages: Sequence[RecordedMessage]) -> RecordedMessage:
     """What ranks of a machine send at the same time: the largest message, and the bytes of all on the card."""
     return replace(
         max(messages, key=lambda message: message.wire),

@@ -85,7 +85,7 @@ class Network:
 
 
 @dataclass(frozen=True)
-class Message:
+class RecordedMessage:
     """One request of a rank.
 
     Attributes:
@@ -170,7 +170,7 @@ class Traffic:
 
     size: int
     local_size: int
-    buckets: tuple[tuple[Message, ...], ...]
+    buckets: tuple[tuple[RecordedMessage, ...], ...]
     encode: float
     decode: float | None
     elements: tuple[int, ...] = ()

@@ -223,7 +223,7 @@ class Quantizers:
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class CodeLayout:
     """The first byte of each segment's codes, and their total size in bytes."""
 
     starts: Int64[Tensor, "S"]
@@ -233,12 +233,13 @@ class Layout:
 _layouts = WeakTensorKeyDictionary()
 
 
-def layout_of(bounds: Bounds, width: int, unit: int) -> Layout:
+def layout_of(bounds: Bounds, width: int, unit: int) -> CodeLayout:
     """Return the layout of codes of `width` bits, where each segment takes a multiple of `unit` bytes."""
-    kept: dict[tuple[int, int], Layout] = _layouts.setdefault(bounds, {})
+    kept: dict[tuple[int, int], CodeLayout] = _layouts.setdefault(bounds, {})
     if (width, unit) not in kept:
         ends = ((bounds.diff() * width + 8 * unit - 1) // (8 * unit) * unit).cumsum(0)
-        kept[width, unit] = Layout(torch.cat([ends.new_zeros(1), ends])[:-1], int(ends[-1]) if len(ends) else 0)
+        starts = torch.cat([ends.new_zeros(1), ends])[:-1]
+        kept[width, unit] = CodeLayout(starts, int(ends[-1]) if len(ends) else 0)
     return kept[width, unit]
 
 

@@ -80,7 +80,7 @@ class Cast:
 
 
 @dataclass(frozen=True, eq=False)
-class Message:
+class FactorMessage:
     """What a rank sends in one half step.
 
     Attributes:
@@ -185,7 +185,7 @@ class LowRank:
         X: Factors,
         even: bool,
         cast: Cast,
-    ) -> Message:
+    ) -> FactorMessage:
         """Do `refresh_`, and return the products and the rest of v as they are sent.
 
         Args:
@@ -200,7 +200,7 @@ class LowRank:
 
     def project(
         self, v: Vector, batches: Batches, products: Products, X: Factors, even: bool, cast: Cast
-    ) -> Message:
+    ) -> FactorMessage:
         """Multiply the matrices of v, without the `products` that this step has sent, by X.
 
         Args:
@@ -227,14 +227,14 @@ class LowRank:
         rest: tuple[Float[Tensor, "_"], ...] = (),
         errors: Vector | None = None,
         first_nonfinite: Int64[Tensor, ""] | None = None,
-    ) -> Message:
+    ) -> FactorMessage:
         as_sent = cast.of(flat, cast.limit)
         if as_sent is not flat:
             sizes = list(map(Tensor.numel, Y))
             parts = as_sent.float().split_with_sizes(sizes)
             Y = [part.view(y.shape) for part, y in zip(parts, Y, strict=True)]
         # a copy, because the transport owns the message
-        return Message(Y, torch.cat([as_sent, *rest]), errors, first_nonfinite)
+        return FactorMessage(Y, torch.cat([as_sent, *rest]), errors, first_nonfinite)
 
     def orthonormal(self, xs: Factors, whole: bool, epsilon: float, key: int) -> Factors:
         """Orthonormal rows with the span of the rows of each x, found without a choice by the host, if `fused`.
@@ -265,7 +265,7 @@ class LowRank:
         """Write each U^T W to `out`, its R terms added in order, and the consecutive parts of `mean` to the
         contiguous tensors of `rest`.
 
-        largest: `Message.largest`, which becomes the bits of the largest magnitude in the factors and `mean`.
+        largest: `FactorMessage.largest`. It becomes the bits of the largest magnitude in the factors and `mean`.
         """
         for part, place in zip(mean.split([place.numel() for place in rest]), rest, strict=True):
             place.copy_(part)

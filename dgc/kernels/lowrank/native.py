@@ -14,11 +14,11 @@ from dgc.kernels.lowrank import (
     Batches,
     Cast,
     Factor,
+    FactorMessage,
     Factors,
     Left,
     LowRank,
     Matrices,
-    Message,
     Places,
     Products,
     Right,
@@ -95,7 +95,7 @@ class NativeLowRank(Native, LowRank):
         X: Factors,
         even: bool,
         cast: Cast,
-    ) -> Message:
+    ) -> FactorMessage:
         if cast.limit is not None or cast.rest_limit is not None:
             return super().begin_(v, batches, sent, g, X, even, cast)
         shapes = [(batch.count, batch.rank, batch.m if even else batch.n) for batch in batches]
@@ -104,7 +104,7 @@ class NativeLowRank(Native, LowRank):
         flat = torch.empty(sum(sizes), dtype=FP32)
         Y = list(map(Tensor.view, flat.split_with_sizes(sizes), shapes))
         first_nonfinite = self.refresh_(v, batches, sent, g, X, even, Y)
-        return Message(Y, torch.cat([flat, v[end:]]), None, first_nonfinite)
+        return FactorMessage(Y, torch.cat([flat, v[end:]]), None, first_nonfinite)
 
     def unit_rows(self, xs: Factors) -> tuple[list[Tensor], list[bool]]:
         units, usable = list(map(torch.empty_like, xs)), []

@@ -37,9 +37,9 @@ from dgc.kernels.lowrank import (
     Batches,
     Cast,
     Factor,
+    FactorMessage,
     Factors,
     LowRank,
-    Message,
     Places,
     Products,
     SentUpdate,
@@ -487,7 +487,7 @@ class TritonLowRank(LowRank):
         X: Factors,
         even: bool,
         cast: Cast,
-    ) -> Message:
+    ) -> FactorMessage:
         first = torch.empty((), dtype=torch.int64, device=v.device)
         if any((len(b.members), b.numel) != (b.count, b.count * b.n * b.m) for b in batches):  # no matrices
             numel = sum(map(Tensor.numel, g))
@@ -503,7 +503,7 @@ class TritonLowRank(LowRank):
 
     def project(
         self, v: Vector, batches: Batches, products: Products, X: Factors, even: bool, cast: Cast
-    ) -> Message:
+    ) -> FactorMessage:
         sent = SentUpdate(products) if products else None
         partial = self._refresh(v, batches, [], sent, None, X, even, stores=False)
         return self._gather(partial, batches, even, cast, None, None)
@@ -597,7 +597,7 @@ class TritonLowRank(LowRank):
         cast: Cast,
         v: Vector | None,
         first: Int64[Tensor, ""] | None,
-    ) -> Message:
+    ) -> FactorMessage:
         """v: the rest of it is sent too."""
         device = partial.sums.device
         flat, Y = consecutive([batch.factor_shape("Q" if even else "P") for batch in batches], device)
@@ -615,7 +615,7 @@ class TritonLowRank(LowRank):
         work = (starts, sizes, len(Y), len(Y).bit_length(), numel, total, rest, *limits, flat, numbers, errors)
         ends = (partial.firsts, n_tiles, first, 0 if v is None else v.numel(), largest)
         self._launch(gather, flat, max(1, blocks(total)), partial.sums, *work, *ends, FLOATS[dtype], BLOCK)
-        return Message(Y, numbers, errors, first, largest)
+        return FactorMessage(Y, numbers, errors, first, largest)
 
 
 def _sides(products: Products) -> tuple[Tensor | None, list[Place], Tensor | None, list[Place]]:

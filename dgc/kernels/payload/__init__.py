@@ -100,7 +100,7 @@ class IndexCode:
 
 
 @dataclass(frozen=True)
-class Layout:
+class PayloadLayout:
     """The sections of a payload of `nbytes` bytes. values: their code, or None if only their format knows it."""
 
     indices: IndexCode
@@ -151,14 +151,14 @@ class Codec:
         """Return a payload of zeros on the device of `like`. nbytes must be a multiple of 8."""
         return torch.zeros(nbytes, dtype=torch.uint8, device=like.device)
 
-    def encodes(self, layout: Layout) -> bool:
+    def encodes(self, layout: PayloadLayout) -> bool:
         """Whether `encode` takes such payloads."""
         return False
 
     def encode(
         self,
         selection: SparseVector,
-        layout: Layout,
+        layout: PayloadLayout,
         limit: float,
         r: float,
         first_nonfinite: Int64[Tensor, ""],
@@ -386,7 +386,7 @@ class MeanDecoder(ABC):
     """Decodes the payloads of all ranks and adds them in one call, with the bits of doing that one by one."""
 
     @abstractmethod
-    def takes(self, layout: Layout) -> bool:
+    def takes(self, layout: PayloadLayout) -> bool:
         """Whether it can decode these payloads."""
 
     @abstractmethod
@@ -394,7 +394,7 @@ class MeanDecoder(ABC):
         self,
         dense: Float32[Tensor, "n"],
         payloads: Sequence[UInt8[Tensor, "nbytes"]],
-        layout: Layout,
+        layout: PayloadLayout,
         bounds: Int64[Tensor, "bounds"],
         size: int,
     ) -> Int32[Tensor, "numbers"]:

@@ -20,8 +20,8 @@ from dgc.kernels.payload import (
     Header,
     IndexCode,
     IndexKind,
-    Layout,
     MeanDecoder,
+    PayloadLayout,
     Terms,
     ValueKind,
 )
@@ -99,13 +99,13 @@ class NativeCodec(Native, Codec):
         memset(U8.from_param(payload), 0, nbytes)
         return payload
 
-    def encodes(self, layout: Layout) -> bool:
+    def encodes(self, layout: PayloadLayout) -> bool:
         return layout.indices.kind in PLAIN and layout.values is not None and layout.values not in TABLES
 
     def encode(
         self,
         selection: SparseVector,
-        layout: Layout,
+        layout: PayloadLayout,
         limit: float,
         r: float,
         first_nonfinite: Int64[Tensor, ""],
@@ -223,7 +223,7 @@ def _within(count: Tensor, entries: Tensor) -> int:
 
 
 class NativeMeanDecoder(Native, MeanDecoder):
-    """Decodes the payloads of all ranks and adds them, in one call, if their `Layout` names both codes.
+    """Decodes the payloads of all ranks and adds them, in one call, if their `PayloadLayout` names both codes.
 
     Any bytes are safe, but payloads must have the planned size. The result has the bits of decoding each payload
     by itself and of `merge_mean`: each element is added in the order of the payloads. Each payload is decoded by
@@ -232,13 +232,13 @@ class NativeMeanDecoder(Native, MeanDecoder):
 
     signatures = SIGNATURES
 
-    def takes(self, layout: Layout) -> bool:
+    def takes(self, layout: PayloadLayout) -> bool:
         return layout.values is not None
 
     def mean(
         self,
         payloads: Sequence[UInt8[Tensor, "nbytes"]],
-        layout: Layout,
+        layout: PayloadLayout,
         bounds: Int64[Tensor, "bounds"],
         size: int,
     ) -> tuple[Int32[Tensor, "words"], Merged | None]:
@@ -255,7 +255,7 @@ class NativeMeanDecoder(Native, MeanDecoder):
         self,
         dense: Float32[Tensor, "n"],
         payloads: Sequence[UInt8[Tensor, "nbytes"]],
-        layout: Layout,
+        layout: PayloadLayout,
         bounds: Int64[Tensor, "bounds"],
         size: int,
     ) -> Int32[Tensor, "numbers"]:
@@ -266,7 +266,7 @@ class NativeMeanDecoder(Native, MeanDecoder):
     def _decode(
         self,
         payloads: Sequence[Tensor],
-        layout: Layout,
+        layout: PayloadLayout,
         bounds: Tensor,
         size: int,
         dense: Tensor | None,

@@ -24,8 +24,8 @@ from dgc.kernels.payload import (
     Codec,
     IndexCode,
     IndexKind,
-    Layout,
     MeanDecoder,
+    PayloadLayout,
     Terms,
     ValueKind,
     block_count,
@@ -53,13 +53,13 @@ class TritonCodec(Codec):
             return super().blank(nbytes, like)
         return torch.empty(nbytes, dtype=torch.uint8, device=like.device)  # `seal_` writes all of a header
 
-    def encodes(self, layout: Layout) -> bool:
+    def encodes(self, layout: PayloadLayout) -> bool:
         return layout.values is not None
 
     def encode(
         self,
         selection: SparseVector,
-        layout: Layout,
+        layout: PayloadLayout,
         limit: float,
         r: float,
         first_nonfinite: Int64[Tensor, ""],
@@ -104,7 +104,7 @@ class TritonCodec(Codec):
     def _measure(
         self,
         selection: SparseVector,
-        layout: Layout,
+        layout: PayloadLayout,
         payload: UInt8[Tensor, "nbytes"],
         found: Int64[Tensor, "found"],
         own: SparseVector,
@@ -133,7 +133,7 @@ class TritonCodec(Codec):
         return own
 
     def _encode_plain(
-        self, selection: SparseVector, layout: Layout, limit: float, header: tuple[Any, ...], terms: Terms
+        self, selection: SparseVector, layout: PayloadLayout, limit: float, header: tuple[Any, ...], terms: Terms
     ) -> tuple[UInt8[Tensor, "nbytes"], Float32[Tensor, "capacity"]]:
         kind = layout.values
         assert kind is not None
@@ -197,14 +197,14 @@ class TritonMeanDecoder(MeanDecoder):
     def __init__(self) -> None:
         self._launch = Launcher(INTERPRETED)
 
-    def takes(self, layout: Layout) -> bool:
+    def takes(self, layout: PayloadLayout) -> bool:
         return layout.values is not None
 
     def mean_into_(
         self,
         dense: Float32[Tensor, "n"],
         payloads: Sequence[UInt8[Tensor, "nbytes"]],
-        layout: Layout,
+        layout: PayloadLayout,
         bounds: Int64[Tensor, "bounds"],
         size: int,
     ) -> Int32[Tensor, "numbers"]:
@@ -247,7 +247,7 @@ class TritonMeanDecoder(MeanDecoder):
         return indices.view(torch.uint8), flags
 
 
-def codes_begin(layout: Layout, segments: int) -> int:
+def codes_begin(layout: PayloadLayout, segments: int) -> int:
     """Return the first byte of the codes of values, after their tables."""
     assert layout.values is not None
     begin: int = layout.value_bytes.start

@@ -23,7 +23,7 @@ from torch import Tensor
 from dgc.core.arguments import checked
 from dgc.core.envelope import PayloadError, Unchecked, Written, check_sizes, refuse_changed, refuse_other_terms
 from dgc.core.values import CastValues, ValueFormat
-from dgc.kernels.payload import HEADER_BYTES, WORDS, Codec, Layout, MeanDecoder, Terms
+from dgc.kernels.payload import HEADER_BYTES, WORDS, Codec, MeanDecoder, PayloadLayout, Terms
 from dgc.kernels.payload.native import NativeMeanDecoder
 from dgc.kernels.selection import Budget, Merged, SparseVector
 from dgc.sparse.payloads.indices import IndexFormat, PlainIndices
@@ -66,13 +66,13 @@ class SparseFormat:
         """Return the size of a payload: 24 bytes plus the two sections, rounded up to a multiple of 8."""
         return self.layout(budget, numel).nbytes
 
-    def layout(self, budget: Budget, numel: int) -> Layout:
+    def layout(self, budget: Budget, numel: int) -> PayloadLayout:
         """Return the positions of a payload's sections."""
         indices = self.indices.plan(budget.capacity, numel)
         middle = HEADER_BYTES + indices.nbytes
         end = middle + self.values.nbytes(budget.capacity, budget.bounds.numel() - 1)
         nbytes = -(-end // 8) * 8
-        return Layout(indices, self.values.kind, slice(HEADER_BYTES, middle), slice(middle, end), nbytes)
+        return PayloadLayout(indices, self.values.kind, slice(HEADER_BYTES, middle), slice(middle, end), nbytes)
 
     @cached_property
     def fingerprint(self) -> int:
@@ -104,7 +104,7 @@ class PayloadPlan:
     tensors: Int64[Tensor, "bounds"] | None = None
 
     @cached_property
-    def layout(self) -> Layout:
+    def layout(self) -> PayloadLayout:
         return self.form.layout(self.budget, self.numel)
 
     @cached_property
