@@ -5,7 +5,7 @@ from dgc_training.config import Config, configs
 
 configs.train.compression = Config(TwoPhaseCompressor)
 configs.train.compression.bits = 4
-configs.train.compression.answer_bits = 4  # of the means
+configs.train.compression.second_bits = 4  # of the means
 configs.train.compression.block = 128  # elements that share a scale: 64, 128, 256 or 512
 configs.train.compression.error_feedback = True
 configs.train.compression.hadamard = False  # transform each 64 elements before they are rounded

@@ -108,7 +108,7 @@ class ChunkState(ServerState):
 
     def server_errors(self, bucket: Bucket) -> Vector:
         whole = zeros(bucket)
-        whole[self._own] = self.served
+        whole[self._own] = self.chunk_errors
         return whole
 
     def own(self, bucket: Bucket, whole: Vector) -> Float32[Tensor, "chunk"]:
@@ -128,8 +128,8 @@ class ChunkedSignsCompressor(Compressor):
     def init(self, bucket: Bucket, size: int, rank: int) -> ChunkState:
         chunks = divide_into_chunks(bucket, size, rank)
         length = chunks.edges[rank + 1] - chunks.edges[rank]
-        served = torch.zeros(length, dtype=torch.float32, device=bucket.device)
-        return ChunkState(size, rank, errors={"errors": zeros(bucket)}, chunks=chunks, served=served)
+        chunk_errors = torch.zeros(length, dtype=torch.float32, device=bucket.device)
+        return ChunkState(size, rank, errors={"errors": zeros(bucket)}, chunks=chunks, chunk_errors=chunk_errors)
 
     # --- one step ---------------------------------------------------------------------------------
 
@@ -146,20 +146,21 @@ class ChunkedSignsCompressor(Compressor):
         rows = [chunks.join(scales[a:b], signs[c:d]) for (a, b), (c, d) in zip(by_piece, by_byte, strict=True)]
         parts, flags = yield from envelope.scatter(torch.stack(rows), first)
 
-        total = state.served.clone()  # as the server of a chunk, in rank order
+        total = state.chunk_errors.clone()  # as the server of a chunk, in rank order
         for part in parts:
             scales, signs = chunks.split(part, state.rank)
             kernels.of(total).quantize.sign_add_(signs, chunks.own, scales, total)
-        scales, signs, served = squeeze(total, chunks.own)
-        answers, answer_flags = yield from envelope.gather(chunks.join(scales, signs), bucket.bounds[-1])
+        scales, signs, chunk_errors = squeeze(total, chunks.own)
+        gathered, second_flags = yield from envelope.gather(chunks.join(scales, signs), bucket.bounds[-1])
 
-        sections = (chunks.split(codes, r) for r, codes in enumerate(answers))
+        sections = (chunks.split(codes, r) for r, codes in enumerate(gathered))
         scales, signs = (torch.cat(parts) for parts in zip(*sections, strict=True))
         scales = scales / state.size
         kernels.of(mean).quantize.sign_add_(signs, chunks.bounds, scales, mean)
         bucket.flat.copy_(mean)
-        result = reported(bucket, flags.with_checks_of(answer_flags))
-        return Reduced(result, state.next(errors={"errors": kept}, served=served), dropped=state.next())
+        result = reported(bucket, flags.with_checks_of(second_flags))
+        new = state.next(errors={"errors": kept}, chunk_errors=chunk_errors)
+        return Reduced(result, new, dropped=state.next())
 
 
 def squeeze(x: Vector, bounds: Int64[Tensor, "bounds"]) -> tuple[Float32[Tensor, "pieces"], Codes, Vector]:

@@ -19,15 +19,15 @@ class ServerState(State, ABC):
     """The state of a rank that is the server of one chunk of the bucket.
 
     Attributes:
-        served: What the server has not sent [chunk], in the unit of the sum over ranks. A checkpoint has it in
-            whole tensors, with zeros in the chunks of other ranks.
+        chunk_errors: What the server has not sent [chunk], in the unit of the sum over ranks. A checkpoint has it
+            in whole tensors, with zeros in the chunks of other ranks.
     """
 
-    served: Float32[Tensor, "chunk"]
+    chunk_errors: Float32[Tensor, "chunk"]
 
     @abstractmethod
     def server_errors(self, bucket: Bucket) -> Vector:
-        """`served` in the order of the bucket, with zeros in the chunks of other ranks."""
+        """`chunk_errors` in the order of the bucket, with zeros in the chunks of other ranks."""
 
     @abstractmethod
     def own(self, bucket: Bucket, whole: Vector) -> Float32[Tensor, "chunk"]:
@@ -41,7 +41,7 @@ class ServerState(State, ABC):
 
     def loaded(self: S, bucket: Bucket, tables: Tables) -> S:
         whole = flat_from("server_errors", bucket, tables["server_errors"])
-        state = replace(super().loaded(bucket, tables), served=self.own(bucket, whole))
+        state = replace(super().loaded(bucket, tables), chunk_errors=self.own(bucket, whole))
         # what belongs to the chunks of other ranks is sent with the gradient
         state.errors["errors"].add_(whole - state.server_errors(bucket))
         return state

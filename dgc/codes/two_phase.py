@@ -57,12 +57,12 @@ class TwoPhaseState(ServerState):
     code: BlockCode
 
     def server_errors(self, bucket: Bucket) -> Vector:
-        padded = self.served.new_zeros(self.size, self.served.numel())
-        padded[self.rank] = self.served
+        padded = self.chunk_errors.new_zeros(self.size, self.chunk_errors.numel())
+        padded[self.rank] = self.chunk_errors
         return padded.view(-1)[self.code.places(bucket.bounds, bucket.numel)]
 
     def own(self, bucket: Bucket, whole: Vector) -> Float32[Tensor, "chunk"]:
-        padded = self.served.new_zeros(self.size, self.served.numel())
+        padded = self.chunk_errors.new_zeros(self.size, self.chunk_errors.numel())
         padded.view(-1)[self.code.places(bucket.bounds, bucket.numel)] = whole
         return padded[self.rank].clone()
 
@@ -76,13 +76,13 @@ class TwoPhaseCompressor(Compressor):
     Args:
         bits (int): bits per element of what a rank sends of its gradients, 8 or 4.
         block (int, optional): elements that share a scale: 64, 128, 256 or 512. None: 256 with 8 bits, 128 with 4.
-        answer_bits (int, optional): bits per element of the second phase, 8 or 4. None: as `bits`.
+        second_bits (int, optional): bits per element of the second phase, 8 or 4. None: as `bits`.
         error_feedback (bool): keep what is not sent, in both directions, and add it to the next step's.
         hadamard (bool): transform each 64 elements before they are rounded, which spreads large ones. Useful with
             4 bits.
 
     Raises:
-        ValueError: if bits, block or answer_bits is none of these.
+        ValueError: if bits, block or second_bits is none of these.
 
     Example:
         >>> compression = TwoPhaseCompressor(bits=8)
@@ -96,19 +96,19 @@ class TwoPhaseCompressor(Compressor):
         self,
         bits: int = 8,
         block: int | None = None,
-        answer_bits: int | None = None,
+        second_bits: int | None = None,
         error_feedback: bool = True,
         hadamard: bool = False,
     ):
-        answer_bits = bits if answer_bits is None else answer_bits
-        for name, value in (("bits", bits), ("answer_bits", answer_bits)):
+        second_bits = bits if second_bits is None else second_bits
+        for name, value in (("bits", bits), ("second_bits", second_bits)):
             if value not in (4, 8):
                 raise ValueError(f"{name} must be 8 or 4, not {value}")
         size = {8: 256, 4: 128}[bits] if block is None else block
         if size not in SIZES:
             raise ValueError(f"block must be one of {', '.join(map(str, SIZES))}, not {block}")
         self.bits, self.error_feedback = bits, error_feedback
-        self.code, self.answer = BlockCode(bits, size, hadamard), BlockCode(answer_bits, size, hadamard)
+        self.code, self.second_code = BlockCode(bits, size, hadamard), BlockCode(second_bits, size, hadamard)
 
     @property
     def keeps_server_errors(self) -> bool:  # type: ignore[override]
@@ -127,8 +127,9 @@ class TwoPhaseCompressor(Compressor):
             constants["real"] = real[rank].clone()
         if not self.error_feedback:
             return State(size, rank, constants=constants)
-        served, errors = torch.zeros(numel, dtype=torch.float32, device=bucket.device), {"errors": zeros(bucket)}
-        return TwoPhaseState(size, rank, errors=errors, constants=constants, served=served, code=self.code)
+        own = torch.zeros(numel, dtype=torch.float32, device=bucket.device)
+        errors = {"errors": zeros(bucket)}
+        return TwoPhaseState(size, rank, errors=errors, constants=constants, chunk_errors=own, code=self.code)
 
     def _blocks_of_chunk(self, bucket: Bucket, size: int) -> int:
         return -(-self.code.blocks(bucket.bounds) // size)
@@ -138,7 +139,7 @@ class TwoPhaseCompressor(Compressor):
     def reduce(self, bucket: Bucket, state: State) -> Conversation[Reduced]:
         bounds, keep, blocks = bucket.bounds, self.error_feedback, kernels.of(bucket.bounds).blocks
         each, own = self._blocks_of_chunk(bucket, state.size), state.scratch
-        envelope = envelope_of(bucket, bounds, self.compress_ratio, f"two phases {self.code} {self.answer}")
+        envelope = envelope_of(bucket, bounds, self.compress_ratio, f"two phases {self.code} {self.second_code}")
         nbytes = self.code.row_bytes(each)
         rows, room = blank(state.size, nbytes, bounds, own.get("rows"))
         if keep:
@@ -151,29 +152,32 @@ class TwoPhaseCompressor(Compressor):
             blocks.encode_into_(v, bounds, self.code, room, None)
         parts, flags = yield from envelope.scatter_filled(rows, nbytes, first_nonfinite)
 
-        served = state.served if isinstance(state, TwoPhaseState) else None
-        unserved = None if served is None else own["served"] if "served" in own else torch.empty_like(served)
-        nbytes = self.answer.row_bytes(each)
-        (answer,), room = blank(1, nbytes, bounds, own.get("answer"))
-        given = (served, state.constants.get("real"), state.constants["chunk"])
-        blocks.answer_(parts, self.code, *given, self.answer, room, unserved)
-        answers, answer_flags = yield from envelope.gather_filled(answer, nbytes, bounds[-1])
+        chunk_errors = kept_chunk = None
+        if isinstance(state, TwoPhaseState):
+            chunk_errors = state.chunk_errors
+            kept_chunk = own["chunk_errors"] if "chunk_errors" in own else torch.empty_like(chunk_errors)
+        nbytes = self.second_code.row_bytes(each)
+        (second,), room = blank(1, nbytes, bounds, own.get("second"))
+        given = (chunk_errors, state.constants.get("real"), state.constants["chunk"])
+        blocks.second_phase_(parts, self.code, *given, self.second_code, room, kept_chunk)
+        gathered, second_flags = yield from envelope.gather_filled(second, nbytes, bounds[-1])
 
         # the transform adds values, and half precision rounds them: both may overflow
-        is_finite = bucket.dtype is torch.float32 and not self.answer.rotate
+        is_finite = bucket.dtype is torch.float32 and not self.second_code.rotate
         places = bucket.destinations if is_finite else None
         mean = (place_of_mean(bucket),) if places is None else places
-        blocks.decode(answers, bounds, self.answer, state.size, mean)
+        blocks.decode(gathered, bounds, self.second_code, state.size, mean)
         if places is None:
             bucket.flat.copy_(mean[0])
-        flags = flags.with_checks_of(answer_flags)
+        flags = flags.with_checks_of(second_flags)
         result = reported(bucket, flags, is_finite=is_finite, is_delivered=places is not None)
 
-        own = {"rows": rows, "answer": answer.view(1, -1)}
-        if served is None or unserved is None:
+        own = {"rows": rows, "second": second.view(1, -1)}
+        if chunk_errors is None or kept_chunk is None:
             new = state.next(scratch=own)
             return Reduced(result, new, dropped=new)
         # the next step overwrites the residual of the state that is not taken
-        new = state.next(errors={"errors": kept}, served=unserved, scratch={**own, "errors": v, "served": served})
-        old = state.next(scratch={**own, "errors": kept, "served": unserved})
+        scratch = {**own, "errors": v, "chunk_errors": chunk_errors}
+        new = state.next(errors={"errors": kept}, chunk_errors=kept_chunk, scratch=scratch)
+        old = state.next(scratch={**own, "errors": kept, "chunk_errors": kept_chunk})
         return Reduced(result, new, dropped=old)

@@ -26,16 +26,16 @@ TWO_PHASES = [partial(TwoPhaseCompressor, 8, 64), partial(TwoPhaseCompressor, 4,
 def test_double_squeeze_is_what_plain_torch_computes_with_one_server_error(size: int) -> None:
     ranks = Ranks(size, DoubleSqueezeCompressor, SMALL)
     pieces = divide_into_chunks(ranks.buckets[0], size, 0).bounds.diff().tolist()
-    errors, served = [torch.zeros(N)] * size, torch.zeros(N)
+    errors, chunk_errors = [torch.zeros(N)] * size, torch.zeros(N)
     for step in range(6):
         own = [normal(N, seed=100 * step + rank) * (rank + 1) for rank in range(size)]
         v = [g + e for g, e in zip(own, errors, strict=True)]
         errors = [x - compress(x, pieces) for x in v]
-        s = sum((compress(x, pieces) for x in v), served)
-        served = s - compress(s, pieces)
+        s = sum((compress(x, pieces) for x in v), chunk_errors)
+        chunk_errors = s - compress(s, pieces)
         with case("step", step):
             torch.testing.assert_close(ranks.step(own), compress(s, pieces) / size, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(sum(ranks.errors()), sum(errors) + served, rtol=1e-4, atol=1e-4 * size)
+    torch.testing.assert_close(sum(ranks.errors()), sum(errors) + chunk_errors, rtol=1e-4, atol=1e-4 * size)
 
 
 @pytest.mark.parametrize(
@@ -88,9 +88,9 @@ def test_a_rank_keeps_server_errors_of_its_own_chunk_alone(size: int) -> None:
     states = [own.state_dict() for own in trained(DoubleSqueezeCompressor, 3).states]
     others = loaded(DoubleSqueezeCompressor, SHAPES, redistributed(states, size))
     for rank, own in enumerate(others.states):
-        served = flat(list(own.state_dict()["server_errors"].values()))
-        served[slice(*divide_into_chunks(others.buckets[0], size, rank).edges[rank : rank + 2])] = 0.0
-        assert not served.any()
+        chunk_errors = flat(list(own.state_dict()["server_errors"].values()))
+        chunk_errors[slice(*divide_into_chunks(others.buckets[0], size, rank).edges[rank : rank + 2])] = 0.0
+        assert not chunk_errors.any()
 
 
 @with_two_directions
@@ -134,7 +134,7 @@ def test_steps_use_the_same_memory_whether_they_count_or_are_dropped(make: Any) 
             if step == 6:
                 states.rollback(bucket)
             state = states[bucket]
-            own = [state.errors.get("errors"), getattr(state, "served", None), *state.scratch.values()]
+            own = [state.errors.get("errors"), getattr(state, "chunk_errors", None), *state.scratch.values()]
             places = [tensor.data_ptr() for tensor in own if tensor is not None]
             assert len(set(places)) == len(places) and (step == 4 or set(places) == before[rank]), step
             before[rank] = set(places)

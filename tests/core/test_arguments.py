@@ -236,7 +236,7 @@ ARGUMENTS: list[tuple[Any, dict[str, Any], str]] = [
     (methods.ThresholdCompressor, {"factor": 0.0}, "factor"),
     (methods.ThresholdCompressor, {"wire": "ring"}, "wire must be one of auto, gather, scatter, server"),
     (methods.TwoPhaseCompressor, {"bits": 2}, "bits must be 8 or 4, not 2"),
-    (methods.TwoPhaseCompressor, {"answer_bits": 16}, "answer_bits must be 8 or 4, not 16"),
+    (methods.TwoPhaseCompressor, {"second_bits": 16}, "second_bits must be 8 or 4, not 16"),
     (methods.TwoPhaseCompressor, {"block": 100}, "block must be one of 64, 128, 256, 512, not 100"),
     (methods.PowerSGDCompressor, {"rank": 0}, "must be at least 1"),
     (POWERSGD, {"mode": "fast"}, "mode must be one of residual, paper, square"),

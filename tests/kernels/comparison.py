@@ -141,8 +141,8 @@ def check_blocks(blocks: Any, v: Tensor, bounds: Tensor, code: BlockCode, rows: 
         blocks.decode(coded.unbind(), bounds, code, size, pieces)
         plain.decode(coded.unbind(), bounds, code, size, (expected,))
         assert same(out, expected) and (size == 3 or same(v - out, rest))
-    served = random(coded.shape[1] // code.row_bytes(1) * code.size, 3, str(v.device))
-    total, right = served.clone(), served.clone()
+    chunk_errors = random(coded.shape[1] // code.row_bytes(1) * code.size, 3, str(v.device))
+    total, right = chunk_errors.clone(), chunk_errors.clone()
     blocks.add_sum_(coded.unbind(), code, total)
     plain.add_sum_(coded.unbind(), code, right)
     assert same(total, right) and same(v, before)
@@ -162,15 +162,15 @@ def check_one_pass(blocks: Any, v: Tensor, bounds: Tensor, code: BlockCode, code
         first = blocks.add_encode_(pieces, added, bounds, code, room, kept)
         assert int(first) == min(n, 700) and same(room, right) and same(added, both)
         assert kept is None or same(kept, rest)
-    served = random(coded[0].numel() // code.row_bytes(1) * code.size, 8, device)
-    chunk, real = torch.tensor([0, served.numel()], device=device), torch.where(served > -1, 1.0, 0.0)
-    for bits, given, mask in ((8, served, real), (4, None, None)):
-        answer, total = BlockCode(bits, code.size, code.rotate), torch.zeros_like(served)
+    chunk_errors = random(coded[0].numel() // code.row_bytes(1) * code.size, 8, device)
+    chunk, real = torch.tensor([0, chunk_errors.numel()], device=device), torch.where(chunk_errors > -1, 1.0, 0.0)
+    for bits, given, mask in ((8, chunk_errors, real), (4, None, None)):
+        second_code, total = BlockCode(bits, code.size, code.rotate), torch.zeros_like(chunk_errors)
         if given is not None:
             total.copy_(given)
         plain.add_sum_(coded, code, total)
-        expected, rest = encoded(plain, total if mask is None else total * mask, chunk, answer, 1)
-        for left in (torch.empty_like(served), None):
+        expected, rest = encoded(plain, total if mask is None else total * mask, chunk, second_code, 1)
+        for left in (torch.empty_like(chunk_errors), None):
             row = torch.zeros_like(expected)
-            blocks.answer_(coded, code, given, mask, chunk, answer, row, left)
+            blocks.second_phase_(coded, code, given, mask, chunk, second_code, row, left)
             assert same(row, expected) and (left is None or same(left, rest))

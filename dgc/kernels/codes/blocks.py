@@ -120,30 +120,30 @@ class Blocks:
         for row in rows:
             total += _values(row, code)
 
-    def answer_(
+    def second_phase_(
         self,
         rows: Sequence[Row],
         code: BlockCode,
-        served: Padded | None,
+        errors: Padded | None,
         real: Padded | None,
         chunk: Bounds,
-        answer: BlockCode,
+        second_code: BlockCode,
         row: Rows,
         kept: Padded | None,
     ) -> None:
-        """Encode the second phase: z = served + the values of all rows, in their order, times `real`, as one row.
+        """Encode the second phase: z = errors + the values of all rows, in their order, times `real`, as one row.
 
-        served: The residual of the second phase. answer: The code of the second phase. It differs from `code`, the
-        code of the first phase, in its bits alone. chunk: The bounds of z, one segment. kept: As for
+        errors: The residual of the second phase. second_code: The code of the second phase. It differs from
+        `code`, the code of the first phase, in its bits alone. chunk: The bounds of z, one segment. kept: As for
         `encode_into_`, of z. None: nothing is added, nothing multiplied, nothing kept.
         """
         blocks = rows[0].numel() // code.row_bytes(1)
         zeros = torch.zeros(blocks * code.size, dtype=torch.float32, device=row.device)
-        total = zeros if served is None else served.clone()
+        total = zeros if errors is None else errors.clone()
         self.add_sum_(rows, code, total)
         if real is not None:
             total *= real
-        self.encode_into_(total, chunk, answer, row, kept)
+        self.encode_into_(total, chunk, second_code, row, kept)
 
     def decode(
         self, rows: Sequence[Row], bounds: Bounds, code: BlockCode, size: int, out: Sequence[Dense]

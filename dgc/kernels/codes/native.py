@@ -63,7 +63,7 @@ SIGNATURES: Signatures = {
         c_int64,
         (EACH_F32, c_int, F32, *_RANGES, c_int64, c_int, c_int, c_int64, U8, c_int64, F32, c_int),
     ),
-    "dgc_blocks_answer": (None, (*_RANKS, c_int64, c_int, c_int, c_int64, F32, F32, c_int, U8, F32, c_int)),
+    "dgc_blocks_second_phase": (None, (*_RANKS, c_int64, c_int, c_int, c_int64, F32, F32, c_int, U8, F32, c_int)),
     "dgc_blocks_decode": (
         None,
         (EACH_U8, *_RANGES, c_int64, c_int, c_int, c_int64, c_float, EACH_F32, c_int, c_int),
@@ -345,21 +345,22 @@ class NativeBlocks(Native, Blocks):
         blocks, threads = total.numel() // code.size, torch.get_num_threads()
         self._library.dgc_blocks_add_sum(rows, len(rows), *_how(code), blocks, total, threads)
 
-    def answer_(
+    def second_phase_(
         self,
         rows: Sequence[Row],
         code: BlockCode,
-        served: Padded | None,
+        errors: Padded | None,
         real: Padded | None,
         chunk: Bounds,
-        answer: BlockCode,
+        second_code: BlockCode,
         row: Rows,
         kept: Padded | None,
     ) -> None:
         blocks = rows[0].numel() // code.row_bytes(1)
-        assert (answer.size, answer.rotate, len(row)) == (code.size, code.rotate, 1), (answer, code, len(row))
-        made = (answer.bits, row[0], kept, torch.get_num_threads())
-        self._library.dgc_blocks_answer(rows, len(rows), *_how(code), blocks, served, real, *made)
+        assert (second_code.size, second_code.rotate) == (code.size, code.rotate), (second_code, code)
+        assert len(row) == 1, len(row)
+        made = (second_code.bits, row[0], kept, torch.get_num_threads())
+        self._library.dgc_blocks_second_phase(rows, len(rows), *_how(code), blocks, errors, real, *made)
 
     def decode(
         self, rows: Sequence[Row], bounds: Bounds, code: BlockCode, size: int, out: Sequence[Dense]

@@ -106,28 +106,28 @@ DGC_EXPORT void dgc_blocks_add_sum(const uint8_t* const* rows, int ranks, int64_
     });
 }
 
-// The second phase: encodes z = served + the values of the rows of all ranks, in their order, times `real`, as one row of so
-// many blocks with `bits_of_answer`, the bits of the second phase. served is the residual of the second phase before,
-// `residual` after it: z minus the encoded values. served, real and residual may be null.
-DGC_EXPORT void dgc_blocks_answer(const uint8_t* const* rows, int ranks, int64_t size, int bits, int rotating,
-                                  int64_t blocks, const float* served, const float* real, int bits_of_answer,
-                                  uint8_t* answer, float* residual, int threads) {
+// The second phase: encodes z = errors + the values of the rows of all ranks, in their order, times `real`, as one row
+// of so many blocks of `second_bits`. errors is the residual of the second phase before, `residual` after it: z minus
+// the encoded values. errors, real and residual may be null.
+DGC_EXPORT void dgc_blocks_second_phase(const uint8_t* const* rows, int ranks, int64_t size, int bits, int rotating,
+                                        int64_t blocks, const float* errors, const float* real, int second_bits,
+                                        uint8_t* row, float* residual, int threads) {
     const auto decode = quantize_kernels().blocks_decode;
     const auto encode = quantize_kernels().blocks_encode;
-    const int64_t bytes = size * bits / 8, bytes_of_answer = size * bits_of_answer / 8;
+    const int64_t bytes = size * bits / 8, second_bytes = size * second_bits / 8;
     for_units(blocks * size, threads, [&](int64_t begin, int64_t end) {
         alignas(64) float z[tile];
         for (int64_t i = begin; i < end; i += tile) {
             const int64_t n = std::min(tile, end - i), first = i / size;
-            if (served) std::memcpy(z, served + i, n * sizeof(float));
+            if (errors) std::memcpy(z, errors + i, n * sizeof(float));
             else std::memset(z, 0, n * sizeof(float));
             for (int r = 0; r < ranks; ++r)
                 decode(rows[r] + 2 * first, rows[r] + 2 * blocks + first * bytes, n, size, bits, rotating != 0, 0.0f,
                        z);
             if (real)
                 for (int64_t k = 0; k < n; ++k) z[k] *= real[i + k];
-            encode(z, n, size, bits_of_answer, rotating != 0, answer + 2 * first,
-                   answer + 2 * blocks + first * bytes_of_answer, residual ? residual + i : nullptr);
+            encode(z, n, size, second_bits, rotating != 0, row + 2 * first, row + 2 * blocks + first * second_bytes,
+                   residual ? residual + i : nullptr);
         }
     });
 }
