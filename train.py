@@ -169,8 +169,8 @@ def run(
 
         def save(best: bool = False) -> None:
             checkpoint = checkpoint_name(progress.epoch, progress.step)
-            shared = state.shared(to_yaml(tree, resolve=False))
-            checkpoints.save(checkpoint, shared, state.own(), best, optimizer.island)
+            shared = state.shared_part(to_yaml(tree, resolve=False))
+            checkpoints.save(checkpoint, shared, state.own_part(), best, optimizer.island)
 
         train(settings, state, sync, task, stepping, log, save)
         log.close()

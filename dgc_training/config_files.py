@@ -26,7 +26,7 @@ def bases_of(file: Path) -> list[Path]:
     return [*bases_of(file.parent), base] if base else []
 
 
-def find(name: str | os.PathLike[str], words: Sequence[str]) -> Path:
+def find_config_file(name: str | os.PathLike[str], words: Sequence[str]) -> Path:
     """The absolute path of config file `name`, searched in the working directory and then in the repository.
 
     The suffix may be left out. A folder stands for its base. Raises ConfigError unless exactly one file matches.

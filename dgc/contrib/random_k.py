@@ -61,7 +61,7 @@ class RandomKCompressor(ErrorFeedbackCompressor):
         return edges[:-1] + within.minimum(lengths - 1), lengths
 
     def exchange(self, bucket: Bucket, state: State, v: Vector, first_nonfinite: Position) -> Mean:
-        generator = torch.Generator().manual_seed(self.noise(bucket, state, shared=True))
+        generator = torch.Generator().manual_seed(self.noise(bucket, state, same_on_all_ranks=True))
         parts, factors = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.float32)]
         for s in bucket.segments:
             if s.numel:

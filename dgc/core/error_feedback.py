@@ -118,9 +118,9 @@ class ErrorFeedbackCompressor(Compressor):
         """The envelope of this bucket's payloads."""
         return envelope_of(bucket, bucket.bounds, self.compress_ratio, type(self).__qualname__)
 
-    def noise(self, bucket: Bucket, state: State, *, shared: bool = False) -> int:
-        """A 32-bit seed for this bucket and step: different on each rank, or `shared` by all."""
-        owner = "all" if shared else state.rank
+    def noise(self, bucket: Bucket, state: State, *, same_on_all_ranks: bool = False) -> int:
+        """A 32-bit seed for this bucket and step: different on each rank, or `same_on_all_ranks`."""
+        owner = "all" if same_on_all_ranks else state.rank
         return crc32(f"{self._seed} {owner} {bucket.segments[0].name} {state.steps}".encode())
 
 

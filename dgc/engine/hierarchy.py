@@ -70,14 +70,14 @@ class ShareState(State):
 
     Attributes:
         bounds: First element of each share, and n.
-        first: Number of this rank's first tensor.
+        first_tensor: Number of this rank's first tensor.
         share: This rank's share. It may have no tensors.
         inner: The state of the compressor for the share.
         rounds: Rounds between machines that the longest share needed in the last step.
     """
 
     bounds: tuple[int, ...]
-    first: int
+    first_tensor: int
     share: Bucket
     inner: Any
     rounds: int = 1
@@ -200,7 +200,7 @@ class HierarchicalCompressor(Compressor):
         inner = self.inner.init(share, self.place.machines, self.place.machine) if own else None
         dense, partial = (None, ()) if inner is None else (inner.dense, inner.partial)
         return ShareState(
-            size, rank, bounds=bounds, first=first, share=share, inner=inner, dense=dense, partial=partial
+            size, rank, bounds=bounds, first_tensor=first, share=share, inner=inner, dense=dense, partial=partial
         )
 
     # --- one step ---------------------------------------------------------------------------------
@@ -278,7 +278,7 @@ class HierarchicalCompressor(Compressor):
         """
         number = first_tensor_nonfinite(mean, [s.offset for s in state.share.segments])
         if number:
-            number += state.first
+            number += state.first_tensor
         else:
             number = first_tensor_nonfinite(bucket.flat, [s.offset for s in bucket.segments])
         found = [number, int(not own.isfinite())]

@@ -157,7 +157,7 @@ def moves(
     return state
 
 
-def both(n: int) -> tuple[int, int]:
+def read_and_written(n: int) -> tuple[int, int]:
     """Return the bytes of n bytes that are read and written."""
     return n, n
 
@@ -201,11 +201,11 @@ class Tiling:
 
     Attributes:
         table: Rows start, length, segment, piece, start within the piece.
-        first: The first tile of each segment.
+        first_tiles: The first tile of each segment.
     """
 
     table: Int32[Tensor, "5 tiles"]
-    first: Int64[Tensor, "S"]
+    first_tiles: Int64[Tensor, "S"]
 
     @property
     def count(self) -> int:
@@ -213,7 +213,7 @@ class Tiling:
 
     @property
     def n_segments(self) -> int:
-        return self.first.numel()
+        return self.first_tiles.numel()
 
 
 class Tilings:
@@ -248,8 +248,8 @@ def cut(bounds: Int64[Tensor, "bounds"], lengths: tuple[int, ...], tile: int) ->
     length = (cuts[segment + 1] - start).clamp_(0, tile)
     own_range = (torch.searchsorted(bounds, start, right=True) - 1).clamp_(max=segments - 1)
     piece = torch.searchsorted(starts, start, right=True) - 1
-    first = torch.searchsorted(own_range, torch.arange(segments, dtype=torch.int64, device=device))
-    return Tiling(torch.stack([start, length, own_range, piece, start - starts[piece]]).int(), first)
+    first_tiles = torch.searchsorted(own_range, torch.arange(segments, dtype=torch.int64, device=device))
+    return Tiling(torch.stack([start, length, own_range, piece, start - starts[piece]]).int(), first_tiles)
 
 
 def divided(bounds: Int64[Tensor, "bounds"], n: int, part: int) -> Int32[Tensor, "2 parts"]:

@@ -93,7 +93,7 @@ class RunState:
     recorder: Recorder | None = None
     scaler: GradScaler | None = None  # of the loss, in fp16
 
-    def shared(self, config: str) -> dict[str, Any]:
+    def shared_part(self, config: str) -> dict[str, Any]:
         """The part common to all ranks. Collective. config: the run's config as YAML, for information only."""
         with averaged_batch_norm(self.model, self.transport), self.optimizer.consensus():
             # Copies, because the averages are undone on exit.
@@ -107,7 +107,7 @@ class RunState:
             "config": config,
         }
 
-    def own(self) -> dict[str, Any]:
+    def own_part(self) -> dict[str, Any]:
         """This rank's part."""
         task = self.task.state_dict()
         return {

@@ -20,7 +20,7 @@ from dgc_training.config.check import Check
 from dgc_training.config.layers import UNDER_CONSTRUCTION, Stack
 from dgc_training.config.tree import Config as Config
 from dgc_training.config.tree import Key as Key
-from dgc_training.config_files import find
+from dgc_training.config_files import find_config_file
 from dgc_training.constructors import instantiate as instantiate
 from dgc_training.errors import ConfigError as ConfigError
 from dgc_training.errors import collecting, raise_together
@@ -43,7 +43,7 @@ def load(paths: Sequence[str | os.PathLike[str]], overrides: Sequence[str] = ())
     """Loads config files and command-line overrides as one checked, read-only tree with its formulas.
 
     Args:
-        paths: config files, as `find` searches them. A folder stands for its base.
+        paths: config files, as `find_config_file` searches them. A folder stands for its base.
         overrides: "--configs.train.num_epochs", "500" or "--configs.train.num_epochs=500".
 
     Raises:
@@ -53,7 +53,7 @@ def load(paths: Sequence[str | os.PathLike[str]], overrides: Sequence[str] = ())
     stack, files, problems = Stack(), list[Path](), list[str]()
     for path in paths:
         with collecting(problems):
-            files.append(find(path, stack.words()))
+            files.append(find_config_file(path, stack.words()))
     raise_together(problems)
     for file in files:
         stack.add(file)

@@ -508,14 +508,14 @@ def test_the_noise_of_floats_sends_nothing_more(ratio: float, numel: int, k: int
     ],
 )
 def test_free_slots_are_given_in_proportion_to_the_surplus(sizes: Any, ratio: float, counts: Any, ks: Any) -> None:
-    assert quota_for(*sizes, ratio=ratio).shared(torch.tensor(counts)).ks.tolist() == ks
+    assert quota_for(*sizes, ratio=ratio).shared_budget(torch.tensor(counts)).ks.tolist() == ks
 
 
 def test_shared_slots_never_exceed_the_capacity() -> None:
     generator, quota = torch.Generator().manual_seed(0), quota_for(*[1000] * 9, ratio=0.01)
     for _ in range(200):
         wanted = torch.randint(40, (9,), generator=generator)
-        shared = quota.shared(wanted)
+        shared = quota.shared_budget(wanted)
         assert shared.capacity == quota.capacity >= int(shared.ks.sum()) and bool((shared.ks <= wanted).all())
 
 

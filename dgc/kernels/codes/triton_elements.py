@@ -43,11 +43,11 @@ from dgc.kernels.launch import (
     Launcher,
     Tilings,
     as_rows,
-    both,
     current_stream,
     moves,
     on_device,
     pointers,
+    read_and_written,
 )
 from dgc.kernels.payload import Terms
 from dgc.kernels.payload.triton import counters_on
@@ -286,7 +286,9 @@ def encode(
         write_header(payload, counters, zero, tl.min(where, 0), tensors, n_tensors, one, ratio, form, BLOCK)
 
 
-@moves("tiles payloads payloads", "mean numbers", lambda a: both(SECTOR * a.programs * (a.n_ranks + 2)))
+@moves(
+    "tiles payloads payloads", "mean numbers", lambda a: read_and_written(SECTOR * a.programs * (a.n_ranks + 2))
+)
 @triton.jit(
     do_not_specialize=["n_tiles", "n_segments", "n_ranks", "stride", "n_words", "share", "begin", "levels", "size"]
 )
@@ -389,11 +391,11 @@ class TritonElementCoder(ElementCoder):
 
     def measure_(self, code: ElementCode, g: tuple[Tensor, ...], v: Dense, adds: bool) -> Measured:
         tiling, device = self._tilings.of(code.bounds, tuple(piece.numel() for piece in g)), v.device
-        tiles, segments, dtype = tiling.count, tiling.first.numel(), g[0].dtype
+        tiles, segments, dtype = tiling.count, tiling.first_tiles.numel(), g[0].dtype
         values = torch.empty(max(1, code.rows), segments, dtype=torch.float32, device=device)
         unusable, counts = torch.empty(2, tiles, dtype=torch.int32, device=device).unbind()
         sums = torch.empty(tiles, dtype=torch.float64, device=device)
-        where = (tiling.table, tiles, pointers(g, dtype, device), v, code.bounds, tiling.first, segments)
+        where = (tiling.table, tiles, pointers(g, dtype, device), v, code.bounds, tiling.first_tiles, segments)
         parts = (unusable, sums, counts, self._arrived_at(code.bounds))
         found = (on_device((code.factor,), torch.float64, device), values)
         kind = (FLOATS[dtype], adds, int(code.scale), self.tile, SUMS)
@@ -452,7 +454,7 @@ class TritonElementCoder(ElementCoder):
         """Return the first arguments of a kernel with codes, the number of tiles, and the bytes of the codes."""
         tiling = self._tilings.of(code.bounds, (near.numel(),))
         layout = layout_of(code.bounds, code.bits, code.unit)
-        where = (tiling.table, tiling.count, code.bounds, layout.starts, tiling.first.numel())
+        where = (tiling.table, tiling.count, code.bounds, layout.starts, tiling.first_tiles.numel())
         return where, tiling.count, layout.nbytes
 
     def _arrived_at(self, bounds: Bounds) -> Int32[Tensor, "S"]:

@@ -54,7 +54,7 @@ from dgc.kernels.selection.triton import (
     MAGNITUDE,
     TOO_LARGE,
     TritonSelection,
-    find,
+    interval_of,
     random_bits,
     rounded,
 )
@@ -220,7 +220,7 @@ def gather(
     """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_factor = i < n_factors
-    group = find(starts, n_groups, steps, tl.where(is_factor, i, 0))
+    group = interval_of(starts, n_groups, steps, tl.where(is_factor, i, 0))
     own = sizes + 3 * group
     size = tl.load(own).to(tl.int32)
     count = tl.where(is_factor, tl.load(own + 1), 0)
@@ -331,7 +331,7 @@ def orthonormalize(
     epsilon are kept. whole: the only row is divided by its length, at least 1e-16.
     """
     p = tl.program_id(0)
-    group = find(first_programs, n_groups, steps, p)
+    group = interval_of(first_programs, n_groups, steps, p)
     own = sizes + 7 * group
     member = p - tl.load(first_programs + group)
     source = x + tl.load(own) + member * tl.load(own + 1)

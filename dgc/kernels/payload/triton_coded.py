@@ -5,7 +5,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from dgc.kernels.launch import both, moves
+from dgc.kernels.launch import moves, read_and_written
 from dgc.kernels.payload import CHUNK, CHUNK_BITS, LARGEST_PARAMETER, IndexKind, ValueKind
 from dgc.kernels.payload.triton_plain import (
     BF16,
@@ -208,7 +208,7 @@ def measure_rice(
             tl.store(counters + FINISHED + i, 0)
 
 
-@moves("indices indices indices values", "own_indices own_values", lambda a: both(16 * a.n_blocks))
+@moves("indices indices indices values", "own_indices own_values", lambda a: read_and_written(16 * a.n_blocks))
 @triton.jit(do_not_specialize=["capacity", "n_blocks", "n_programs"])
 @no_type_check
 def place_rice(

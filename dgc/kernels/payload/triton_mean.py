@@ -9,7 +9,7 @@ from dgc.kernels.launch import moves
 from dgc.kernels.payload import WORDS
 from dgc.kernels.payload.triton_coded import INSIDE, INT8, RICE, SIGN, WIDEST, WITHIN, counts_at
 from dgc.kernels.payload.triton_plain import BF16, FP16, FP32, HEADER, INFINITE, LOW, checksum_of
-from dgc.kernels.selection.triton import MAGNITUDE, find
+from dgc.kernels.selection.triton import MAGNITUDE, interval_of
 
 TILE = 2048  # elements of the mean per program
 NUMBERS = tl.constexpr(WORDS)
@@ -77,7 +77,7 @@ def unpack_chunks(
     tl.debug_barrier()  # starts are written
     for i in range(0, tl.minimum(tl.maximum(count, 0), capacity), LANES):
         j = (i + lane).to(tl.int64)
-        chunk = tl.where(j < total, find(starts, n_chunks, steps, j), n_chunks)
+        chunk = tl.where(j < total, interval_of(starts, n_chunks, steps, j), n_chunks)
         width = tl.zeros_like(j) + WITHIN
         index = (chunk << WITHIN) + read_field(
             words, 16 * tl.cast(n_chunks, tl.int64) + j * WITHIN, width, j < count
@@ -177,7 +177,7 @@ def value_at(payload, begin, codes, scale, bounds, n_segments, steps, j, index, 
         bits = tl.load(section.to(tl.pointer_type(tl.int16)) + j, mask=is_valid, other=0).to(tl.int32)
         x = (bits << 16).to(tl.float32, bitcast=True) * scale
     else:
-        owner = find(bounds, n_segments, steps, index)
+        owner = interval_of(bounds, n_segments, steps, index)
         table = section.to(tl.pointer_type(tl.float32))
         if KIND == SIGN:
             x = tl.load(table + owner, mask=is_valid, other=0.0)

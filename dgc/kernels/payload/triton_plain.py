@@ -10,7 +10,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from dgc.kernels.launch import both, moves
+from dgc.kernels.launch import moves, read_and_written
 from dgc.kernels.payload import CHECKSUM_OF_ZEROS, HEADER_BYTES, PACKED_SHARES, ValueKind
 from dgc.kernels.selection.triton import MAGNITUDE
 
@@ -134,7 +134,7 @@ def store_cast(payload, begin, i, bits, is_valid, KIND: tl.constexpr):
     return part
 
 
-@moves("indices values bounds", "payload decoded", lambda a: both(16 * a.programs))
+@moves("indices values bounds", "payload decoded", lambda a: read_and_written(16 * a.programs))
 @triton.jit(do_not_specialize=["capacity", "n_programs", "n_bounds", "begin", "nbytes", "ratio", "form"])
 @no_type_check
 def write_plain(
@@ -184,7 +184,7 @@ def write_plain(
     finish(payload, total, counters, n_programs, count, first, bounds, n_bounds, scale, ratio, form, BLOCK)
 
 
-@moves("payloads bounds", "", lambda a: both(16 * a.programs))
+@moves("payloads bounds", "", lambda a: read_and_written(16 * a.programs))
 @triton.jit(do_not_specialize=["n_words", "n_bounds", "ratio", "form", "n_programs"])
 @no_type_check
 def seal(

@@ -33,12 +33,12 @@ from dgc.kernels.launch import (
     Tiling,
     Tilings,
     blocks,
-    both,
     current_stream,
     divided,
     moves,
     on_device,
     pointers,
+    read_and_written,
     zeros_on,
 )
 from dgc.kernels.selection import (
@@ -172,7 +172,7 @@ def accumulate(
     u,
     v,
     factor,
-    first,
+    first_unusable,
     last,
     before,
     margin,
@@ -193,7 +193,7 @@ def accumulate(
 ):
     """Do the pass. FORM: 0 without u, 1 plain momentum, 2 Nesterov, 3 (ASSIGN) v = g. factor: decay or momentum.
 
-    first: if a selection follows, the distance from the end, which is 0 if all of g is usable.
+    first_unusable: if a selection follows, the distance from the end, which is 0 if all of g is usable.
 
     With LOWER_BOUNDS, a tile's elements at or above its segment's lower bound are written, in order, to the tile's
     slots. The following selection then does not read v again. They are also gathered by segment, in any order.
@@ -220,9 +220,9 @@ def accumulate(
     first_bad = tl.min(tl.where(bad, lane, TILE), 0)
     if first_bad < TILE:
         if SELECTS:
-            tl.atomic_max(first, n - (start.to(tl.int64) + first_bad), sem="relaxed")
+            tl.atomic_max(first_unusable, n - (start.to(tl.int64) + first_bad), sem="relaxed")
         else:
-            tl.atomic_min(first, start.to(tl.int64) + first_bad, sem="relaxed")
+            tl.atomic_min(first_unusable, start.to(tl.int64) + first_bad, sem="relaxed")
     g = tl.where(bad, 0.0, g)
     if FORM == ASSIGN:
         x = g
@@ -481,7 +481,7 @@ def tally(
     n_groups,
     arrived,
     count,
-    first,
+    first_unusable,
     n,
     TILE: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -519,7 +519,7 @@ def tally(
         tl.store(groups + group, tl.sum(own, 0))
         if arrive(arrived + n_groups) == n_groups - 1:
             tl.store(arrived + n_groups, 0)
-            tl.store(first, n - tl.load(first))
+            tl.store(first_unusable, n - tl.load(first_unusable))
             before = tl.zeros([], dtype=tl.int64)
             for i in range(0, n_groups, GROUP):
                 own = tl.load(groups + i + lane, mask=lane < n_groups - i, other=0, cache_modifier=".cg")
@@ -701,10 +701,10 @@ NOWHERE = tl.constexpr(0x7FFFFFFF)
 
 @triton.jit
 @no_type_check
-def find(bounds, n_segments, steps, i):
-    """Return the segment s of each i, with bounds[s] <= i < bounds[s+1]. steps: bit length of n_segments."""
+def interval_of(bounds, n, steps, i):
+    """Return the interval s of each i, with bounds[s] <= i < bounds[s+1]. steps: bit length of n, their number."""
     low = tl.zeros_like(i)
-    high = low + n_segments
+    high = low + n
     for _ in range(steps):
         middle = (low + high) // 2
         right = tl.load(bounds + middle) <= i
@@ -768,7 +768,7 @@ def take(
 def hide_tails(keys, total, starts, counts, n_parts, steps, BLOCK: tl.constexpr):
     """Set entries of each part beyond its count to NOWHERE."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    part = find(starts, n_parts, steps, i)
+    part = interval_of(starts, n_parts, steps, i)
     tail = (i < total) & (i - tl.load(starts + part) >= tl.load(counts + part))
     tl.store(keys + i, tl.full([BLOCK], NOWHERE, tl.int32), mask=tail)
 
@@ -805,7 +805,7 @@ def sum_runs(keys, order, values, places, total, n_parts, size, indices, means, 
     tl.store(means + place, tl.math.div_rn(mean, tl.zeros_like(mean) + size), mask=head)
 
 
-@moves("indices values", "", lambda a: both(SECTOR * a.k))
+@moves("indices values", "", lambda a: read_and_written(SECTOR * a.k))
 @triton.jit(do_not_specialize=["n_segments", "steps", "k"])
 @no_type_check
 def subtract_at(
@@ -824,7 +824,7 @@ def subtract_at(
     """Subtract where the target's pointer is not 0. There is one launch per dtype."""
     j = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     i = tl.load(indices + j, mask=j < k, other=0)
-    s = find(bounds, n_segments, steps, i)
+    s = interval_of(bounds, n_segments, steps, i)
     address = tl.load(targets + s)
     ours = (j < k) & (address != 0)
     target = address.to(tl.pointer_type(P)) + (i - tl.load(bounds + s))
@@ -939,7 +939,7 @@ class Results:
 
     Attributes:
         counts: Candidates, then non-zero elements, by segment.
-        first: The distance of the first unusable element from the end, then its position.
+        first_unusable: The distance of the first unusable element from the end, then its position.
         fill: Gathered candidates, by segment.
         largest: The bits of the largest selected magnitude.
     """
@@ -949,7 +949,7 @@ class Results:
         self.words = None if cleared else words
         counts, first, _, values, _, self.indices, _, self.fill, _, last = words.split_with_sizes(sizes)
         self.counts = counts.view(torch.int64)
-        self.first = first.view(torch.int64)[0]
+        self.first_unusable = first.view(torch.int64)[0]
         self.values = values.view(torch.float32)
         self.missed, self.count, self.largest = last.unbind()
 
@@ -985,20 +985,20 @@ class TritonSelection(SelectionKernels):
         return f"{self.name} (interpreted)" if INTERPRETED else self.name
 
     def accumulate_(self, inputs: PassInputs) -> Int64[Tensor, ""]:
-        first = torch.full((), inputs.v.numel(), dtype=torch.int64, device=inputs.v.device)
-        self.accumulate_into_(inputs, first)
-        return first
+        first_unusable = torch.full((), inputs.v.numel(), dtype=torch.int64, device=inputs.v.device)
+        self.accumulate_into_(inputs, first_unusable)
+        return first_unusable
 
-    def accumulate_into_(self, inputs: PassInputs, first: Int64[Tensor, ""]) -> None:
-        """Do `accumulate_`, and lower `first` to the position of the first unusable element if there is one."""
+    def accumulate_into_(self, inputs: PassInputs, first_unusable: Int64[Tensor, ""]) -> None:
+        """Do `accumulate_`, and lower `first_unusable` to the position of the first unusable element, if any."""
         whole = on_device((0, inputs.v.numel()), torch.int64, inputs.v.device)
-        self._accumulate(inputs, self._tilings.of(whole, _lengths(inputs)), first)
+        self._accumulate(inputs, self._tilings.of(whole, _lengths(inputs)), first_unusable)
 
     def assign_(self, g: tuple[Tensor, ...], v: Dense) -> Int64[Tensor, ""]:
         inputs, whole = PassInputs(g, None, v), on_device((0, v.numel()), torch.int64, v.device)
-        first = torch.full((), v.numel(), dtype=torch.int64, device=v.device)
-        self._accumulate(inputs, self._tilings.of(whole, _lengths(inputs)), first, ASSIGN.value)
-        return first
+        first_unusable = torch.full((), v.numel(), dtype=torch.int64, device=v.device)
+        self._accumulate(inputs, self._tilings.of(whole, _lengths(inputs)), first_unusable, ASSIGN.value)
+        return first_unusable
 
     def accumulate_and_select_(
         self, inputs: PassInputs, budget: Budget, lower_bounds: Each | Prediction | None
@@ -1014,7 +1014,7 @@ class TritonSelection(SelectionKernels):
         takes = sent is not None and sent.values.numel() > 0
         results = Results(common.results, v.device, cleared=not takes)
         scratch = Scratch(common.scratch, v.device)
-        self._accumulate(inputs, common.tiling, results.first, known=known, to=(common, results, scratch))
+        self._accumulate(inputs, common.tiling, results.first_unusable, known=known, to=(common, results, scratch))
         return self._choose(v, budget, common, results, scratch)
 
     def select(self, v: Dense, budget: Budget, lower_bounds: Each | None = None) -> TopKResult:
@@ -1025,26 +1025,26 @@ class TritonSelection(SelectionKernels):
 
     def moments(self, v: Dense, bounds: Bounds) -> Moments:
         tiling, device = self._tilings.of(bounds, (v.numel(),)), v.device
-        tiles, segments = tiling.count, tiling.first.numel()
+        tiles, segments = tiling.count, tiling.first_tiles.numel()
         tile_sums = torch.empty(3, tiles, dtype=torch.float64, device=device)
         tile_largest = torch.empty(tiles, dtype=torch.int32, device=device)
         sums = torch.empty(3, segments, dtype=torch.float64, device=device)
         largest = torch.empty(segments, dtype=torch.float32, device=device)
         self._launch(moments_of_tiles, v, tiles, tiling.table, tiles, v, tile_sums, tile_largest, self.tile)
         state = (tile_sums, tile_largest, segments, sums, largest)
-        self._launch(moments_of_ranges, v, segments, tiling.first, tiles, *state, SUMS)
+        self._launch(moments_of_ranges, v, segments, tiling.first_tiles, tiles, *state, SUMS)
         return Moments(sums[0], sums[1], sums[2], largest)
 
     def tail(self, v: Dense, bounds: Bounds, lower_bounds: Each) -> Tail:
         tiling, device = self._tilings.of(bounds, (v.numel(),)), v.device
-        tiles, segments = tiling.count, tiling.first.numel()
+        tiles, segments = tiling.count, tiling.first_tiles.numel()
         tile_sums = torch.empty(tiles, dtype=torch.float64, device=device)
         tile_counts = torch.empty(tiles, dtype=torch.int32, device=device)
         sums = torch.empty(segments, dtype=torch.float64, device=device)
         counts = torch.empty(segments, dtype=torch.int64, device=device)
         found = (tile_sums, tile_counts)
         self._launch(tail_of_tiles, v, tiles, tiling.table, tiles, v, lower_bounds, *found, self.tile)
-        self._launch(tail_of_ranges, v, segments, tiling.first, tiles, *found, segments, sums, counts, SUMS)
+        self._launch(tail_of_ranges, v, segments, tiling.first_tiles, tiles, *found, segments, sums, counts, SUMS)
         return Tail(counts, sums)
 
     def remove_sent_(self, sent: SparseVector, u: Dense | None, v: Dense) -> None:
@@ -1097,7 +1097,7 @@ class TritonSelection(SelectionKernels):
         self,
         inputs: PassInputs,
         tiling: Tiling,
-        first: Int64[Tensor, ""],
+        first_unusable: Int64[Tensor, ""],
         form: int | None = None,
         known: Prediction | None = None,
         to: tuple[Common, Results, Scratch] | None = None,
@@ -1111,7 +1111,7 @@ class TritonSelection(SelectionKernels):
             form = 0 if u is None else 2 if inputs.nesterov else 1
         dtype, n_tiles = inputs.g[0].dtype, tiling.count
         sources = pointers(inputs.g, dtype, v.device)
-        work = (tiling.table, n_tiles, v.numel(), sources, u, v, float(factor), first)
+        work = (tiling.table, n_tiles, v.numel(), sources, u, v, float(factor), first_unusable)
         variant = (FLOATS[dtype], form, to is not None)
         if known is None or to is None:
             nothing = (None, None, 1.0, None, None, tiling.n_segments, None, None, None, None, None)
@@ -1184,14 +1184,14 @@ class TritonSelection(SelectionKernels):
         for shift, bits in DIGITS:
             launch(choose, v, n_parts, *where, *stock, *found, shift, bits, has_candidates)
         tiling = common.tiling
-        work = (tiling.table, n_tiles, tiling.first, v, budget.ks, results.counts, segments, *held)
+        work = (tiling.table, n_tiles, tiling.first_tiles, v, budget.ks, results.counts, segments, *held)
         sizes = (self.tile, slots, GROUP, has_candidates)
         summed = (own.limits, own.wanted, own.tallies, own.groups, n_groups)
-        ends = (common.arrived, results.count, results.first, n)
+        ends = (common.arrived, results.count, results.first_unusable, n)
         launch(tally, v, n_tiles, *work, *summed, *ends, *sizes)
         launch(write, v, n_tiles, *work, lanes, *summed, results.indices, results.values, *sizes)
         elements = SparseVector(results.indices, results.values, results.count, results.largest)
-        return TopKResult(elements, thresholds, results.first, results.missed)
+        return TopKResult(elements, thresholds, results.first_unusable, results.missed)
 
 
 def room_of(budget: Budget) -> int:

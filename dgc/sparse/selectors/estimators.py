@@ -36,7 +36,7 @@ class Estimator(Selector):
 
     def choose(self, v: Float32[Tensor, "n"], quota: Quota, seed: int) -> SparseVector:
         thresholds, counts = self.estimate(Ranges(v, quota, seed))
-        return kernels.of(v).selection.select(v, quota.shared(counts), thresholds).elements
+        return kernels.of(v).selection.select(v, quota.shared_budget(counts), thresholds).elements
 
 
 class Ranges:

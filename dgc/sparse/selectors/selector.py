@@ -67,7 +67,7 @@ class Quota:
     def split(self, v: Tensor) -> tuple[Tensor, ...]:
         return v.split([segment.numel for segment in self.segments])
 
-    def shared(self, counts: Int64[Tensor, "S"]) -> Budget:
+    def shared_budget(self, counts: Int64[Tensor, "S"]) -> Budget:
         """How many of `counts` candidates each tensor may send: its k, and slots that other tensors leave free.
 
         Free slots are divided in proportion to each tensor's number of candidates beyond its k.
