@@ -160,7 +160,7 @@ def run(
     with open_run_directory(directory, tree, transport, resume=not args.no_resume):
         latest = checkpoints.find("latest")
         if latest is not None:
-            state.load(checkpoints.load(latest, part=optimizer.part, island=optimizer.island))
+            state.load(checkpoints.load(latest, part=optimizer.part, replica_group=optimizer.replica_group))
         elif args.run_dir is None and not args.no_resume:
             warn_of_other_run(directory, rank)
         log = Log(directory, state, sync, recorder, tree, task.batches.steps_per_epoch, task.item)
@@ -170,7 +170,7 @@ def run(
         def save(best: bool = False) -> None:
             checkpoint = checkpoint_name(progress.epoch, progress.step)
             shared = state.shared_part(to_yaml(tree, resolve=False))
-            checkpoints.save(checkpoint, shared, state.own_part(), best, optimizer.island)
+            checkpoints.save(checkpoint, shared, state.own_part(), best, optimizer.replica_group)
 
         train(settings, state, sync, task, stepping, log, save)
         log.close()

@@ -202,9 +202,9 @@ class HierarchicalGossip(Gossip):
         return self.base.needs_common_start
 
     @property
-    def island(self) -> int | None:  # type: ignore[override]
-        """The machine, if the algorithm between machines lets islands (groups of replicas) join."""
-        return self.base.island
+    def replica_group(self) -> int | None:  # type: ignore[override]
+        """The machine, if the algorithm between machines lets replica groups join."""
+        return self.base.replica_group
 
     def join(self) -> None:
         self.base.join()

@@ -40,9 +40,9 @@ class Gossip(ABC):
         needs_common_start: Whether the ranks must begin with equal models.
         has_skipped: Whether the last step was left out because of a gradient of another rank.
         progress: Steps of all ranks together, as far as this rank has been informed. Only if asynchronous.
-        island: After `start`, the number of this rank's island. An island is a group of replicas: a rank, or the
-            ranks of a machine that have one model together. Islands may be lost and join while the others keep
-            their states. None: no island can join with these settings.
+        replica_group: After `start`, the number of this rank's replica group: a rank, or the ranks of a machine
+            that have one model together. Replica groups may be lost and join while the others keep their states.
+            None: no replica group can join with these settings.
         compression: A Route, of pseudo-gradients, if it exchanges any.
     """
 
@@ -55,7 +55,7 @@ class Gossip(ABC):
     needs_common_start: bool = False
     has_skipped: bool = False
     progress: int
-    island: int | None = None
+    replica_group: int | None = None
     _conversation: RunningConversation[Any] | None = None  # in flight
     _resizable: tuple[str, ...] = ()  # tensors of the state whose shape `_load` checks
 
@@ -100,7 +100,7 @@ class Gossip(ABC):
         assert self._conversation is None, "synchronize_messages() must be called first"
 
     def join(self) -> None:
-        """Continue from the common model, on every rank of an island that has loaded another island's state."""
+        """Continue from the common model, on every rank of a group that has loaded the state of another group."""
         raise ValueError(f"no machine can join in mid-run with {type(self).__name__}")
 
     def flush(self) -> None:

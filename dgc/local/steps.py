@@ -157,7 +157,7 @@ class OuterSteps(Gossip):
         self.compression = as_route(compression)
         check_momentum(self.compression)
         self.steps = 0
-        self.island: int | None = None  # set by `start`
+        self.replica_group: int | None = None  # set by `start`
         self._senders: list[Any] = [rule.compressor for rule in self.compression.rules]  # then with their states
 
     def _check_arguments(self) -> None:
@@ -241,7 +241,7 @@ class OuterSteps(Gossip):
         can_join = self.base is None and not any(
             c.keeps_server_errors or c.fallback.keeps_server_errors for c in chosen
         )
-        self.island = transport.rank if can_join else None
+        self.replica_group = transport.rank if can_join else None
 
     @torch.no_grad()
     def begin_from(self, z: Tensor) -> None:

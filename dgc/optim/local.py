@@ -137,7 +137,7 @@ class LocalOptimizer(Wrapper):
         if method.compression is not None:
             compressors = {p: method.compression.compressor_for(segment) for p, segment in self.model.pairs()}
             warn_of_unsuited(optimizer, compressors, ranks, of_gradients=False)
-        self.island = method.island
+        self.replica_group = method.replica_group
         if not method.is_synchronous:  # a rank could train alone, and end, before the others are connected to it
             barrier(self.transport, "local.started")
 
@@ -376,7 +376,7 @@ class LocalOptimizer(Wrapper):
         barrier(self.transport, "local.closed")
 
     def join(self) -> None:
-        if self.island is None:
+        if self.replica_group is None:
             super().join()
         self._gather()
         self.method.join()

@@ -92,18 +92,17 @@ class Wrapper(HasGatheredState, Optimizer):
         """
         return None
 
-    island: int | None = None  # the group of replicas of this rank, see `Gossip`
+    replica_group: int | None = None  # of this rank, see `Gossip`
 
     def join(self) -> None:
-        """Continue as an island that joins or returns, from the common model and without a residual.
+        """Continue as a replica group that joins or returns, from the common model and without a residual.
 
-        An island is a group of replicas: a rank, or the ranks of a machine that have one model together.
-        Load the state of another island before, with allow_other_rank=True. Call it on every rank of the island,
-        before zero_grad().
+        A replica group is a rank, or the ranks of a machine that have one model together. Load the state of
+        another group before, with allow_other_rank=True. Call `join` on every rank of the group, before the next
+        zero_grad().
         """
         raise ValueError(
-            f"no island (a group of replicas) can join in mid-run with {self!r}: use `dgc.local.OuterSteps` "
-            "without a base"
+            f"no replica group can join in mid-run with {self!r}: use `dgc.local.OuterSteps` without a base"
         )
 
     def close(self) -> None:

@@ -32,8 +32,8 @@ from dgc.comm import Transport, all_gather_object, barrier, broadcast_object
 from dgc.engine.redistribute import FixedSize, share_of
 from dgc.optim import ResidualPart
 from dgc_training.atomic_write import write_atomically, write_json
-from dgc_training.checkpoint.islands import Islands, read_islands
 from dgc_training.checkpoint.reading import check_file, fingerprint, read_manifest, read_tensors, reader
+from dgc_training.checkpoint.replica_groups import ReplicaGroups, read_replica_groups
 from dgc_training.faults.failure import RESUMES, UsageError
 
 
@@ -51,8 +51,8 @@ class Loaded:
     """A checkpoint as loaded on one rank.
 
     If it was saved on a different number of ranks, `own` has only "compression": this rank's share of their
-    residual. redistributed: whether `own["compression"]` comes from other ranks or machines. islands: which
-    ranks stay, are lost or join, if islands (groups of replicas) can join.
+    residual. redistributed: whether `own["compression"]` comes from other ranks or machines. replica_groups: which
+    ranks stay, are lost or join, if replica groups can join.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Loaded:
     shared: dict[str, Any]
     own: dict[str, Any]
     redistributed: bool = False
-    islands: Islands | None = None
+    replica_groups: ReplicaGroups | None = None
 
 
 class Checkpoints:
@@ -77,17 +77,22 @@ class Checkpoints:
         self.keep, self.wait = keep, wait
 
     def save(
-        self, name: str, shared: dict[str, Any], own: dict[str, Any], best: bool = False, island: int | None = None
+        self,
+        name: str,
+        shared: dict[str, Any],
+        own: dict[str, Any],
+        best: bool = False,
+        replica_group: int | None = None,
     ) -> None:
         """Writes a checkpoint and marks it as the latest, and as the best if `best`. Rank 0's `shared` is used.
 
-        island: the number of this rank's island, as in `load`.
+        replica_group: the number of this rank's replica group, as in `load`.
         """
         rank, size = self.transport.rank, self.transport.size
         name = broadcast_object(self.transport, self._unused_name(name), name="checkpoint.name")
         folder = self.directory / name
         part = part_of(own)
-        group = part["machine"] if part is not None else rank if island is None else island
+        group = part["machine"] if part is not None else rank if replica_group is None else replica_group
         written: dict[str, Any] = {}
         kept: set[str | None] | None = None
         problem: str | None = None
@@ -207,17 +212,17 @@ class Checkpoints:
         return [(host, found) for host, found, _ in views]
 
     def load(
-        self, name: str, own_part: bool = True, part: ResidualPart | None = None, island: int | None = None
+        self, name: str, own_part: bool = True, part: ResidualPart | None = None, replica_group: int | None = None
     ) -> Loaded:
         """Reads checkpoint `name`. If any rank cannot read its part, every rank raises the same `UsageError`.
 
         own_part=False reads only the shared part, for evaluation on any number of ranks; `own` is then empty.
         part: the part of the residual that the optimizer needs.
-        island: the number of this rank's island, if islands keep their states while others are lost or join (see
-        `islands.py`). None: they do not.
+        replica_group: the number of this rank's replica group, if groups keep their states while others are lost
+        or join (see `replica_groups.py`). None: they do not.
         """
         own: dict[str, Any] = {}
-        shared, manifest, problem, redistributed, islands = None, None, None, False, None
+        shared, manifest, problem, redistributed, replica_groups = None, None, None, False, None
         folder = self.directory / name
         if self.transport.rank == 0:
             try:
@@ -227,9 +232,11 @@ class Checkpoints:
             except (ValueError, OSError) as error:
                 manifest, problem = None, f"is damaged: {error}"
         shared, manifest = broadcast_object(self.transport, (shared, manifest), name="checkpoint.shared")
-        if manifest is not None and own_part and island is not None:
+        if manifest is not None and own_part and replica_group is not None:
             read = reader(folder, manifest, self.transport.size)
-            own, islands, problem = read_islands(folder, manifest, island, read, self.transport)
+            own, replica_groups, problem = read_replica_groups(
+                folder, manifest, replica_group, read, self.transport
+            )
         elif manifest is not None and own_part:
             try:
                 own, redistributed = self._read_own(folder, manifest, part)
@@ -240,7 +247,7 @@ class Checkpoints:
         problems = [text for text in all_gather_object(self.transport, problem, name="checkpoint.problem") if text]
         if problems:
             raise UsageError(f"checkpoint {folder} {problems[0]}. --no-resume renames this run and starts again.")
-        return Loaded(name, manifest["size"], shared, own, redistributed, islands)
+        return Loaded(name, manifest["size"], shared, own, redistributed, replica_groups)
 
     def _read_own(
         self, folder: Path, manifest: dict[str, Any], part: ResidualPart | None

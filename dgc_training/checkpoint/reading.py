@@ -37,10 +37,9 @@ def check_file(path: Path, expected: Any) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Returns {"size": ranks, "files": {name: fingerprint}, "machines": by rank, the number of its island}.
+    """Returns {"size": ranks, "files": {name: fingerprint}, "machines": by rank, the number of its replica group}.
 
-    An island is a group of replicas. On two levels the number is the number of the machine whose residual the rank
-    had a part of.
+    On two levels this is the number of the machine of whose residual the rank had a part.
 
     Raises ValueError if the manifest is not valid.
     """

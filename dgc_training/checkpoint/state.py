@@ -150,10 +150,10 @@ class RunState:
                 )
 
     def _load(self, loaded: Loaded) -> None:
-        shared, own, islands = loaded.shared, loaded.own, loaded.islands
+        shared, own, replica_groups = loaded.shared, loaded.own, loaded.replica_groups
         # this rank continues itself: its file has more than the compression
         is_whole = loaded.size == self.transport.size and (
-            islands is None or islands.continues[self.transport.rank] == self.transport.rank
+            replica_groups is None or replica_groups.continues[self.transport.rank] == self.transport.rank
         )
         own_file = f"rank{self.transport.rank}.pt" if is_whole else f"the files of {loaded.size} ranks"
         with loading("shared.pt"):
@@ -171,10 +171,10 @@ class RunState:
         with loading("shared.pt"):
             self.optimizer.load_state_dict(shared["optimizer"])
         with loading(own_file):
-            # islands take over states of other numbers
-            moved = islands is not None
+            # replica groups take over states of other numbers
+            moved = replica_groups is not None
             self.optimizer.load_compression_state_dict(own["compression"], allow_other_rank=moved)
-            if islands is not None and self.transport.rank in islands.joined:
+            if replica_groups is not None and self.transport.rank in replica_groups.joined:
                 self.optimizer.join()
         with loading("shared.pt"):
             # after a rank's own optimizer state, whose rates are for the old number of ranks as well
@@ -183,8 +183,12 @@ class RunState:
                 self.scaler.load_state_dict(shared["scaler"])
         for name, value in shared["progress"].items():
             setattr(self.progress, name, value)
-        if islands is not None and (islands.joined or islands.lost) and self.transport.rank == 0:
-            warnings.warn(f"checkpoint {loaded.name} of {loaded.size} ranks: {islands}.", stacklevel=2)
+        if (
+            replica_groups is not None
+            and (replica_groups.joined or replica_groups.lost)
+            and self.transport.rank == 0
+        ):
+            warnings.warn(f"checkpoint {loaded.name} of {loaded.size} ranks: {replica_groups}.", stacklevel=2)
         if loaded.redistributed and self.transport.rank == 0:
             how = f"by {loaded.size} ranks and is resumed by {self.transport.size}"
             if is_whole:

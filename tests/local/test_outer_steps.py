@@ -329,7 +329,7 @@ def test_what_a_dropped_exchange_has_sent_is_an_error_again(transport: Any, make
 
 @pytest.mark.parametrize("new", [2, 3, 6])
 def test_states_can_be_redistributed_so_that_means_are_unchanged(new: int) -> None:
-    """As for algorithms with a base. Without one, ranks keep their states: see test_islands.py."""
+    """As for algorithms with a base. Without one, ranks keep their states: see test_replica_groups.py."""
 
     def make(transport: Any) -> nets.Trained:
         return nets.Trained(transport, streaming(outer=Nesterov(), compression=nets.top_k()))
@@ -489,7 +489,7 @@ STREAMING: dict[str, Callable[[], Any]] = {
     "rank 1": lambda: streaming(compression=rank_1(), delay=3),
     "momentum": lambda: OuterSteps(PERIOD, compression=nets.top_k(), delay=2, average_momentum=True),
     "whole": lambda: OuterSteps(PERIOD, outer=Nesterov(), compression=methods.FP16Compressor(), delay=5),
-    "islands": lambda: HierarchicalGossip(streaming(compression=nets.top_k())),
+    "replica groups": lambda: HierarchicalGossip(streaming(compression=nets.top_k())),
 }
 
 
@@ -564,7 +564,7 @@ ORDERS: dict[str, Callable[[Any], nets.Trained]] = {
     "streaming": lambda t: nets.Trained(t, OuterSteps(2, delay=1, alpha=0.5)),
     "0/1 adam": zero_one,
     "one streaming": one_streams,
-    "islands": lambda t: nets.Trained(t, HierarchicalGossip(OuterSteps(2, compression=nets.top_k()))),
+    "replica groups": lambda t: nets.Trained(t, HierarchicalGossip(OuterSteps(2, compression=nets.top_k()))),
 }
 
 

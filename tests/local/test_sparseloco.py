@@ -112,7 +112,7 @@ def test_a_file_exchanges_after_its_steps(name: str, before: list[str]) -> None:
         assert 0 < sent <= once + 128 < 2 * once and (name == "streaming" or distance == 0.0)
 
 
-def test_sparseloco_is_the_published_one_and_gossip_between_exchanges_and_islands() -> None:
+def test_sparseloco_is_the_published_one_and_gossip_between_exchanges_and_replica_groups() -> None:
     algorithm = instantiate(tree_of("configs/local/sparseloco.py").train.local)
     (rule,) = algorithm.compression.rules
     assert algorithm.average_every == 30 and rule.compressor.compress_ratio == 64 / 4096
@@ -123,8 +123,8 @@ def test_sparseloco_is_the_published_one_and_gossip_between_exchanges_and_island
     assert optimizer.defaults["lr"] == 1.0 and optimizer.defaults["momentum"] == 0
     gossiping = instantiate(tree_of("configs/gossip/sgp.py", "configs/local/sign.py").train.local)
     assert type(gossiping.base).__name__ == "SGP"
-    islands = instantiate(load([CNN, "configs/local/sparseloco.py", "configs/local/machines.py"]).train.local)
-    assert isinstance(islands, HierarchicalGossip) and isinstance(islands.base, OuterSteps)
-    assert islands.base.average_every == 30
+    replica_groups = instantiate(load([CNN, "configs/local/sparseloco.py", "configs/local/machines.py"]).train.local)
+    assert isinstance(replica_groups, HierarchicalGossip) and isinstance(replica_groups.base, OuterSteps)
+    assert replica_groups.base.average_every == 30
     with pytest.raises(ConfigError, match="train.compression._target_"):
         load([CNN, "configs/powersgd/rank2.py", "configs/local/diloco.py"])

@@ -233,9 +233,9 @@ def test_an_optimizer_that_calls_its_closure_once_steps_as_without_one(name: str
 
 @on_ranks(2)
 def test_steps_that_a_machine_takes_together_have_no_further_calls_of_a_closure(transport: Any) -> None:
-    islands = METHODS["sgp, machines"]
-    refuse("LBFGS computes the loss several times", nets.Trained, transport, islands(), torch.optim.LBFGS)
-    own = nets.Trained(transport, islands())
+    replica_groups = METHODS["sgp, machines"]
+    refuse("LBFGS computes the loss several times", nets.Trained, transport, replica_groups(), torch.optim.LBFGS)
+    own = nets.Trained(transport, replica_groups())
     own.optimizer.inner.step = lambda closure: (closure(), closure())
     refuse("SGD computes the loss several times", own.optimizer.step, closure_of(own, []))
 

@@ -93,8 +93,8 @@ def test_machines_are_workers_of_outer_steps(transport: Any, make: Any) -> str:
 @on_machines
 def test_replicas_of_ddp_on_a_machine_take_the_same_outer_steps(transport: Any, make: Any) -> None:
     replica = DistributedDataParallel(network(), process_group=machine(transport).get_group())
-    islands = HierarchicalGossip(method(make), averages_gradients=False)
-    own = LocalOptimizer(make(replica.module), None, islands, transport=transport)
+    replica_groups = HierarchicalGossip(method(make), averages_gradients=False)
+    own = LocalOptimizer(make(replica.module), None, replica_groups, transport=transport)
     train(replica, own, batches(7, transport.rank)[:3])
     own.synchronize_messages()
     expected = LockstepWorld(2).run(partial(on_machine, make=make, steps=3))[transport.rank // 2]

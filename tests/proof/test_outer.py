@@ -1,4 +1,4 @@
-"""Islands of a language model under torchrun: ranks, or machines of two. One is killed again and again.
+"""Replica groups of a language model under torchrun: ranks, or machines of two. One is killed again and again.
 
 Either an agent, which stands for a machine, is lost and comes back, or a rank is killed together with its files.
 """
@@ -25,7 +25,7 @@ from scripts.launch import usable_cores
 
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(3600)]
 EPOCHS, SEEDS = 40, 3
-# Seconds of training. Fewer islands train on fewer tokens with a lower learning rate, so they must return soon.
+# Seconds of training. Fewer replica groups train on fewer tokens with a lower learning rate, so they must return soon.
 BETWEEN_KILLS, UNTIL_RETURN = (2.0, 4.0), (0.3, 1.0)
 EXPERIMENT = "configs/pysource/gpt.py"
 SETTINGS = "model.width=32 train.batch_size=8 train.warmup_lr_epochs=0 task.steps_per_epoch=100"
@@ -46,16 +46,16 @@ def kill_with_its_files(run: ElasticRun, pid: int) -> None:
         run.wait(0.2)
 
 
-def check_who_stays(restart: Restart, island_size: int) -> None:
+def check_who_stays(restart: Restart, group_size: int) -> None:
     """Check that ranks that stay begin with what they have saved, bit for bit."""
     assert restart.checkpoint is not None
     directory, name = restart.checkpoint.parent, restart.checkpoint.name
     loaded = LockstepWorld(restart.size).run(
-        lambda transport: Checkpoints(directory, transport).load(name, island=transport.rank // island_size)
+        lambda transport: Checkpoints(directory, transport).load(name, replica_group=transport.rank // group_size)
     )
-    islands = loaded[0].islands
-    assert islands is not None
-    for part, old in zip(loaded, islands.continues, strict=True):
+    replica_groups = loaded[0].replica_groups
+    assert replica_groups is not None
+    for part, old in zip(loaded, replica_groups.continues, strict=True):
         if old is not None:
             saved = read_tensors(restart.checkpoint / f"rank{old}.pt")["compression"]
             assert_equal(part.own["compression"], saved)
@@ -69,7 +69,7 @@ def undisturbed(directory: Path, seed: int) -> float:
 
 
 def killed(
-    directory: Path, machines: tuple[int, int], kills: int, epochs: int, words: tuple[str, ...], island_size: int
+    directory: Path, machines: tuple[int, int], kills: int, epochs: int, words: tuple[str, ...], group_size: int
 ) -> tuple[float, str, str]:
     """Bits per character, kills, and the output of two machines, of which the second is lost and returns."""
     draw, done, with_files, size = random.Random(0), 0, 0, sum(machines)
@@ -98,14 +98,14 @@ def killed(
     restarts = [restart for restart in run.restarts if restart.checkpoint is not None]
     for restart in restarts:
         assert restart.lost <= CHECKPOINT_EVERY, restart
-        check_who_stays(restart, island_size)
+        check_who_stays(restart, group_size)
     told = f"{kills} kills, {with_files} of them with the rank's files; {len(restarts)} restarts, "
     told += f"{joined} with a rank that joins, {lost} with one that is lost"
     return float(summary["final"][BITS]), told, text
 
 
-def test_kills_of_one_of_four_islands(tmp_path: Path) -> None:
-    bits, told, _ = killed(tmp_path / "run", (3, 1), 20, EPOCHS, OF_RANKS, island_size=1)
+def test_kills_of_one_of_four_replica_groups(tmp_path: Path) -> None:
+    bits, told, _ = killed(tmp_path / "run", (3, 1), 20, EPOCHS, OF_RANKS, group_size=1)
     with ProcessPoolExecutor(usable_cores(), get_context("spawn")) as pool:
         others = list(pool.map(undisturbed, [tmp_path / f"seed{seed}" for seed in range(SEEDS)], range(SEEDS)))
     without = ", ".join(f"{other:.4f}" for other in others)
@@ -115,5 +115,5 @@ def test_kills_of_one_of_four_islands(tmp_path: Path) -> None:
 
 def test_kills_of_one_of_two_machines(tmp_path: Path) -> None:
     """The ranks of a machine average their gradients, and are lost and join together."""
-    _, _, text = killed(tmp_path / "run", (2, 2), 6, 6, OF_MACHINES, island_size=2)
+    _, _, text = killed(tmp_path / "run", (2, 2), 6, 6, OF_MACHINES, group_size=2)
     assert "ranks 0, 1 join" in text or "ranks 2, 3 join" in text

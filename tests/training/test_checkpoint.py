@@ -93,10 +93,10 @@ def test_round_trip(tmp_path: Path) -> None:
     (tmp_path / "latest.json").write_text(json.dumps({"checkpoint": "../../e0002"}))
     assert load(tmp_path, "latest", size=1)[0].name == "e0002"
 
-    # the manifest says which machine has which residual, by the parts of its ranks or by islands
+    # the manifest says which machine has which residual, by the parts of its ranks or by replica groups
     def body(checkpoints: Checkpoints, rank: int) -> None:
         checkpoints.save("e0001", {}, {"compression": {"part": {"machine": rank // 2, "machines": 2}}})
-        checkpoints.save("e0002", {}, {}, island=rank % 2)
+        checkpoints.save("e0002", {}, {}, replica_group=rank % 2)
         checkpoints.save("e0003", {}, {"compression": {"part": None}})
 
     on_ranks(tmp_path, 4, body)

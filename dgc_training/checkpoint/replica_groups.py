@@ -1,10 +1,10 @@
-"""The states of islands that may be lost, join and return, each with a state of its own (`dgc.local`).
+"""The states of replica groups that may be lost, join and return, each with a state of its own (`dgc.local`).
 
-An island is a group of replicas: a rank, or the ranks of a machine that have one model together. An island that
-stays keeps the state that it has saved, unchanged. The state of an island that is lost is lost too. An island
-without a state, because it is new or its disk is, joins: each of its ranks gets the state of its counterpart in
-another island, and the optimizer leaves out what is that island's own (`Wrapper.join`). The files need not be on a
-disk that all machines share.
+A replica group is a rank, or the ranks of a machine that have one model together. A group that stays keeps the
+state that it has saved, unchanged. The state of a group that is lost is lost too. A group without a state, because
+it is new or its disk is, joins: each of its ranks gets the state of its counterpart in another group, and the
+optimizer leaves out what belongs to that group alone (`Wrapper.join`). The files need not be on a disk of all
+machines.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ from dgc_training.checkpoint.reading import fingerprint
 
 
 @dataclass(frozen=True)
-class Islands:
+class ReplicaGroups:
     """Which of the old ranks each new rank continues.
 
     Attributes:
@@ -80,17 +80,18 @@ class Files:
         return Files(found, valid, found - valid)
 
 
-def members(islands: Sequence[int]) -> list[list[int]]:
-    """The ranks of each island, given the island of each rank."""
-    return [[rank for rank, island in enumerate(islands) if island == i] for i in range(max(islands) + 1)]
+def members(groups: Sequence[int]) -> list[list[int]]:
+    """The ranks of each replica group, given the replica group of each rank."""
+    return [[rank for rank, group in enumerate(groups) if group == i] for i in range(max(groups) + 1)]
 
 
-def assign(readable: Sequence[set[int]], old: Sequence[int], new: Sequence[int] | None = None) -> Islands:
-    """Choose an old island for each new one: its own number if possible, otherwise one that its ranks can read.
+def assign(readable: Sequence[set[int]], old: Sequence[int], new: Sequence[int] | None = None) -> ReplicaGroups:
+    """Choose an old group for each new one: its own number if possible, otherwise one that its ranks can read.
 
     Args:
         readable: By new rank, the old ranks whose files its machine has.
-        old, new: By old and by new rank, the number of its island. None: each rank is one. Islands of one size.
+        old, new: By old and by new rank, the number of its group. None: each rank is one. All groups
+            have one size.
     """
     ours = members(range(len(readable)) if new is None else new)
     theirs = members(old)
@@ -107,16 +108,16 @@ def assign(readable: Sequence[set[int]], old: Sequence[int], new: Sequence[int] 
     for ranks, j in zip(ours, chosen, strict=True):
         for place, rank in enumerate(ranks):
             continues[rank] = None if j is None else theirs[j][place]
-    return Islands(tuple(continues), len(old))
+    return ReplicaGroups(tuple(continues), len(old))
 
 
-def read_islands(
+def read_replica_groups(
     folder: Path,
     manifest: Mapping[str, Any],
-    island: int,
+    replica_group: int,
     read: Callable[[int], dict[str, Any]],
     transport: Transport,
-) -> tuple[dict[str, Any], Islands | None, str | None]:
+) -> tuple[dict[str, Any], ReplicaGroups | None, str | None]:
     """This rank's state, which ranks stay, and why the state cannot be read. Collective.
 
     The state is empty if it cannot be read. The state of a rank that joins, or continues one of another number,
@@ -125,46 +126,46 @@ def read_islands(
     Args:
         folder: The checkpoint.
         manifest: See `read_manifest`.
-        island: The number of this rank's island.
+        replica_group: The number of this rank's replica group.
         read: Returns the saved state of an old rank, or raises ValueError or OSError.
         transport: Connects the new ranks.
     """
     old: Sequence[int] = manifest["machines"]
     files = Files.of(folder, manifest, transport.rank)
-    views = all_gather_object(transport, (files, island), name="checkpoint.readable")
+    views = all_gather_object(transport, (files, replica_group), name="checkpoint.readable")
     valid = {rank for files, _ in views for rank in files.valid}
     # A file that is damaged, and valid on no machine, counts as found, so that reading it ends the run.
     readable = [files.found - (files.stale & valid) for files, _ in views]
     new = [its for _, its in views]
     ours, theirs = members(new), members(old)
     if {len(ranks) for ranks in ours} != {len(ranks) for ranks in theirs}:
-        sizes = [", ".join(str(len(ranks)) for ranks in islands) for islands in (theirs, ours)]
-        differs = f"was saved by islands of {sizes[0]} ranks and cannot be resumed by islands of {sizes[1]}"
+        sizes = [", ".join(str(len(ranks)) for ranks in groups) for groups in (theirs, ours)]
+        differs = f"was saved by groups of {sizes[0]} ranks and cannot be resumed by groups of {sizes[1]}"
         return {}, None, f"{differs}: start as many ranks on each machine as before"
-    islands = assign(readable, old, new)
-    own, problem = _read_own(islands, read, transport)
-    givers = next((ranks for ranks in ours if islands.continues[ranks[0]] is not None), None)
+    groups = assign(readable, old, new)
+    own, problem = _read_own(groups, read, transport)
+    givers = next((ranks for ranks in ours if groups.continues[ranks[0]] is not None), None)
     if givers is None:
-        return {}, islands, "is incomplete: no machine has the file of a rank, such as rank0.pt"
-    if islands.joined:
-        place = ours[island].index(transport.rank)
+        return {}, groups, "is incomplete: no machine has the file of a rank, such as rank0.pt"
+    if groups.joined:
+        place = ours[replica_group].index(transport.rank)
         for i, giver in enumerate(givers):
             given = broadcast_object(transport, own.get("compression"), giver, name="checkpoint.given")
-            if transport.rank in islands.joined and i == place:
+            if transport.rank in groups.joined and i == place:
                 own = {"compression": given}
-    return own, islands, problem
+    return own, groups, problem
 
 
 def _read_own(
-    islands: Islands, read: Callable[[int], dict[str, Any]], transport: Transport
+    groups: ReplicaGroups, read: Callable[[int], dict[str, Any]], transport: Transport
 ) -> tuple[dict[str, Any], str | None]:
     """The state of the old rank that this one continues, and why it cannot be read."""
-    old = islands.continues[transport.rank]
+    old = groups.continues[transport.rank]
     if old is None:
         return {}, None
     try:
         own = read(old)
-        if old != transport.rank or islands.old_size != transport.size:
+        if old != transport.rank or groups.old_size != transport.size:
             own = {"compression": own["compression"]}
     except (ValueError, OSError, KeyError, TypeError) as error:
         return {}, f"is damaged: {error}"

@@ -22,26 +22,26 @@ from dgc.contrib import DoubleSqueezeCompressor
 from dgc.gossip import SGP, HierarchicalGossip
 from dgc.local import Nesterov, OuterSteps
 from dgc_training.checkpoint.files import Checkpoints
-from dgc_training.checkpoint.islands import Islands, assign
+from dgc_training.checkpoint.replica_groups import ReplicaGroups, assign
 from dgc_training.faults.failure import UsageError
 from dgc_training.synchronization import Synchronization
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
-# two phases keep an error state for their part of the mean, which no other island has
+# two phases keep an error state for their part of the mean, which no other replica group has
 WITH_ERRORS = sorted(set(outer_steps.COMPRESSIONS) - {"dense", "4 bits"})
 
 
 def save(own: Trained, transport: Any, directory: Path) -> None:
     part = {"compression": own.state(), "random": transport.rank}
-    Checkpoints(directory, transport).save("e0001", {}, part, island=own.optimizer.island)
+    Checkpoints(directory, transport).save("e0001", {}, part, replica_group=own.optimizer.replica_group)
 
 
 def resume(own: Trained, transport: Any, directory: Path) -> Any:
     """As `RunState` does. Returns what was loaded."""
-    loaded = Checkpoints(directory, transport).load("e0001", island=own.optimizer.island)
+    loaded = Checkpoints(directory, transport).load("e0001", replica_group=own.optimizer.replica_group)
     own.optimizer.load_compression_state_dict(loaded.own["compression"], allow_other_rank=True)
-    assert loaded.islands is not None
-    if transport.rank in loaded.islands.joined:
+    assert loaded.replica_groups is not None
+    if transport.rank in loaded.replica_groups.joined:
         own.optimizer.join()
     return loaded
 
@@ -84,13 +84,13 @@ def test_others_keep_their_state_and_who_joins_has_the_common_model(tmp_path: Pa
 
     def resumed(transport: Any) -> Any:
         own = make(transport)
-        islands, found = resume(own, transport, tmp_path).islands, seen(own)
+        groups, found = resume(own, transport, tmp_path).replica_groups, seen(own)
         own.steps(4)
-        return islands, found, own.z.clone()[:63]
+        return groups, found, own.z.clone()[:63]
 
-    old, (islands, found, ends) = on(4, before), zip(*on(new, resumed), strict=True)
+    old, (groups, found, ends) = on(4, before), zip(*on(new, resumed), strict=True)
     continues = (0, 1, 2, 3, None, None)[:new]
-    assert list(islands) == [Islands(continues, 4)] * new
+    assert list(groups) == [ReplicaGroups(continues, 4)] * new
     check_who_continues(found, old, continues)
     assert all(torch.equal(z0, old[0][3]) for *_, z0 in found) and same(ends, [ends[0]] * new)
 
@@ -142,7 +142,7 @@ def test_a_rank_that_has_lost_its_disk_returns_without_errors_and_files_that_can
 
 @pytest.mark.parametrize(("new", "optimizer"), [(2, momentum), (3, momentum), (2, muon), (3, muon)])
 def test_machines_are_lost_and_join(tmp_path: Path, new: int, optimizer: Any) -> None:
-    """Islands of two ranks. On 3 machines again, machine 1 has lost one of its two files, and returns."""
+    """Replica groups of two ranks. On 3 machines again, machine 1 has lost one of its two files, and returns."""
 
     def make(transport: Any, steps: int = 0) -> Trained:
         outer = OuterSteps(4, None, Nesterov(), top_k(), **IN_TWO_PARTS)
@@ -157,24 +157,24 @@ def test_machines_are_lost_and_join(tmp_path: Path, new: int, optimizer: Any) ->
 
     def resumed(transport: Any) -> Any:
         own = make(transport)
-        islands = resume(own, transport, tmp_path).islands
+        groups = resume(own, transport, tmp_path).replica_groups
         own.optimizer.zero_grad()
-        found = islands, seen(own), momenta(own)
+        found = groups, seen(own), momenta(own)
         own.steps(2)
         return *found, own.finish()
 
     old, old_momenta = zip(*on(6, before, 2), strict=True)
     if new == 3:
         (tmp_path / "e0001/rank3.pt").unlink()
-    islands, found, found_momenta, ends = zip(*on(2 * new, resumed, 2), strict=True)
+    groups, found, found_momenta, ends = zip(*on(2 * new, resumed, 2), strict=True)
     continues = (0, 1, 2, 3) if new == 2 else (0, 1, None, None, 4, 5)
-    assert list(islands) == [Islands(continues, 6)] * (2 * new)
+    assert list(groups) == [ReplicaGroups(continues, 6)] * (2 * new)
     check_who_continues(found, old, continues)
     assert same(ends, [ends[0]] * (2 * new))
     for rank, own in enumerate(continues):
         assert same(found_momenta[rank], old_momenta[rank % 2 if own is None else own])
         assert torch.equal(found[rank][1], found[rank // 2 * 2][1])
-    with pytest.raises(UsageError, match="islands of 2, 2, 2 ranks and cannot be resumed by islands of 1, 1"):
+    with pytest.raises(UsageError, match="of 2, 2, 2 ranks and cannot be resumed by replica groups of 1, 1"):
         on(2, lambda transport: resume(make(transport), transport, tmp_path), 1)
 
 
@@ -193,20 +193,20 @@ def test_which_rank_continues_which_and_who_cannot_join() -> None:
     ]
     for readable, old, continues, lost, says in rows:
         of_two = len(set(old)) < len(old)
-        islands = assign(readable, [int(island) for island in old], [0, 0, 1, 1] if of_two else None)
-        assert (islands.continues, islands.lost) == (continues, lost) and re.search(says, str(islands)), says
+        groups = assign(readable, [int(group) for group in old], [0, 0, 1, 1] if of_two else None)
+        assert (groups.continues, groups.lost) == (continues, lost) and re.search(says, str(groups)), says
     for algorithm in (OuterSteps(2, SGP()), SGP(), HierarchicalGossip(SGP())):
         own = Trained(alone(), algorithm)
-        assert own.optimizer.island is None
+        assert own.optimizer.replica_group is None
         check_refusals((own.optimizer.join, "use `dgc.local.OuterSteps` without a base"))
     for method in (DoubleSqueezeCompressor(), TwoPhaseCompressor(4)):
-        assert Trained(alone(), OuterSteps(2, compression=method)).optimizer.island is None
+        assert Trained(alone(), OuterSteps(2, compression=method)).optimizer.replica_group is None
 
     def on_machines(transport: Any) -> Any:
         """Only the first slice has tensors of the rule."""
         route = Route([Rule(DoubleSqueezeCompressor(), name="0.weight"), Rule(DenseCompressor())])
         own = Trained(transport, HierarchicalGossip(OuterSteps(2, compression=route)))
-        return own.optimizer.island, [type(states.compressor) for states in own.algorithm.base.exchange.states]
+        return own.optimizer.replica_group, [type(states.compressor) for states in own.algorithm.base.exchange.states]
 
     none, kinds = zip(*on(4, on_machines, 2), strict=True)
     assert none == (None,) * 4 and kinds[0] != kinds[1]
@@ -229,7 +229,7 @@ def test_a_rank_returns_with_an_old_disk_whose_file_of_the_same_name_is_not_take
         for rank in {0, 1} - {{0: 0, 2: 1}.get(transport.rank, 1)}:
             (disk / f"e0001/rank{rank}.pt").unlink()
         own = trained(transport)
-        return resume(own, transport, disk).islands.continues, seen(own)
+        return resume(own, transport, disk).replica_groups.continues, seen(own)
 
     continues, found = zip(*on(3, resumed), strict=True)
     assert continues == ((0, None, 1),) * 3
