@@ -71,7 +71,7 @@ def main(
     """Trains as the command line says and returns the exit status.
 
     Args:
-        argv: the command line without the program's name. None: that of this process.
+        argv: the command line without the program's name. None: the command line of this process.
         connect: creates the transport. It takes the arguments of `dgc.comm.connect.connect`.
         leave: ends this process with an exit status after an error. All ranks end with it.
     """

@@ -98,6 +98,6 @@ if __name__ == "__main__":
         words = "torchvision is built for another torch. It can be imported now, without the operators of"
         print(f"{words} detection models: there is nothing to do")
 else:
-    # in the place of that of the environment's copy
+    # in the place of the finder of the environment's copy
     sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__name__ != _BeforeTorchvision.__name__]
     sys.meta_path.insert(0, _BeforeTorchvision())

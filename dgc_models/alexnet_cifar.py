@@ -1,6 +1,6 @@
 """AlexNet for small images: Krizhevsky, Sutskever and Hinton, ImageNet Classification with Deep CNNs, NIPS 2012.
 
-The five convolutions are those of the single-tower version (Krizhevsky, https://arxiv.org/abs/1404.5997), without
+The five convolutions are from the single-tower version (Krizhevsky, https://arxiv.org/abs/1404.5997), without
 local response normalisation, and with 2x2 pooling instead of overlapping 3x3 pooling. One linear layer replaces
 the three for 6x6 features, since a 32x32 image is reduced to a single position with 256 channels.
 """

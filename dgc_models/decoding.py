@@ -41,7 +41,7 @@ def greedy(
         source: int64 [sentences, source length].
         begin: the token that begins a target.
         end: the token that ends a target.
-        max_length: the most tokens of a target, its end included, or int64 [sentences]: those of each.
+        max_length: the most tokens of a target, its end included, or int64 [sentences]: the most of each.
         vocabulary: a target has only tokens below this number; None: all of the model.
 
     Returns:
@@ -84,7 +84,7 @@ def beam_search(
         source: int64 [sentences, source length].
         begin: the token that begins a target.
         end: the token that ends a target.
-        max_length: the most tokens of a target, its end included, or int64 [sentences]: those of each.
+        max_length: the most tokens of a target, its end included, or int64 [sentences]: the most of each.
         vocabulary: a target has only tokens below this number; None: all of the model.
         beams: number of targets of each sentence that are continued.
         length_penalty: the exponent; 0: none, larger: longer targets.
@@ -143,7 +143,7 @@ def _limits(max_length: int | Sequence[int] | Tensor, source: Tensor) -> Tensor:
 
 
 def _allowed(logits: Tensor, begin: int, padding: int, vocabulary: int | None) -> Tensor:
-    """The logits, with those of tokens that no target contains at minus infinity."""
+    """The logits, with minus infinity for tokens that no target contains."""
     logits = logits.clone()
     logits[:, [begin, padding]] = -torch.inf
     if vocabulary is not None:

@@ -101,7 +101,7 @@ class ResNet(nn.Module):
         stages: channels of each stage. Every stage except the first halves the image.
         blocks: number of blocks of each stage, or one number for all stages.
         resize: builds the shortcut of a block that changes the size, from (channels before, channels after,
-        stride). block: class of the blocks. stem: channels of the first convolution; None: those of the first
+        stride). block: class of the blocks. stem: channels of the first convolution; None: as in the first
         stage.
     """
 

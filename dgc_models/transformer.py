@@ -11,7 +11,7 @@ d_h = d / heads:
 
 Differences from the paper:
 
-- The initialization, which the paper does not state, is that of fairseq: Xavier uniform for matrices, N(0, 1/d)
+- The initialization, which the paper does not state, is fairseq's: Xavier uniform for matrices, N(0, 1/d)
   for the embedding.
 - `pre_norm` moves the norm to the input of a sublayer (Wang et al. 2019, arXiv 1906.01787), which trains without a
   long warm-up of the learning rate. One more norm follows the last layer then.

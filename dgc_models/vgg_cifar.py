@@ -1,6 +1,6 @@
 """VGG with batch norm for small images: Simonyan and Zisserman, https://arxiv.org/abs/1409.1556, columns D and E.
 
-The thirteen or sixteen convolutions are those of the paper. One linear layer replaces the paper's three for 7x7
+The thirteen or sixteen convolutions are the paper's. One linear layer replaces the paper's three for 7x7
 features, since a 32x32 image is reduced to a single position with 512 channels by the fifth pooling.
 """
 

@@ -1,6 +1,6 @@
 """AlexNet for 32x32 images (Krizhevsky et al. 2012), 2,472,266 parameters.
 
-The original has no such file. Learning rate and weight decay are those of the paper.
+The original has no such file. The paper gives the learning rate and the weight decay.
 """
 
 from dgc_models import alexnet

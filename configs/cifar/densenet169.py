@@ -1,6 +1,6 @@
 """DenseNet-169 for 32x32 images (Huang et al. 2017, table 1), 12,493,322 parameters.
 
-The original has no such file. The weight decay of its other files is also that of the paper.
+The original has no such file. Its other files and the paper have this weight decay.
 """
 
 from dgc_models import densenet169

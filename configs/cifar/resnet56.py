@@ -1,6 +1,6 @@
 """ResNet-56 of the CIFAR family (He et al. 2016, section 4.2), 853,018 parameters.
 
-The original has no such file. The settings are those of its other files.
+The original has no such file. The settings are the same as in its other files.
 """
 
 from dgc_models import resnet56

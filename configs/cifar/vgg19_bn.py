@@ -1,6 +1,6 @@
 """VGG-19 with batch norm for 32x32 images (Simonyan and Zisserman 2015, column E), 20,040,522 parameters.
 
-The original has no such file. Learning rate and weight decay are those of the paper.
+The original has no such file. The paper gives the learning rate and the weight decay.
 """
 
 from dgc_models import vgg19_bn

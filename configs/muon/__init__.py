@@ -1,7 +1,7 @@
 """Muon for matrices, AdamW for embeddings, vectors and the output layer. By itself nothing is compressed.
 
 An experiment that has Adam or AdamW keeps the settings that it names, except for weight decay. The others are
-those of MuonWithAdamW. Matrices get `muon_lr_ratio` times the learning rate. The log shows which parameters are
+MuonWithAdamW's own. Matrices get `muon_lr_ratio` times the learning rate. The log shows which parameters are
 Muon's: an output layer among them needs its name in `parameter_groups.head`. It also has the type of Newton-Schulz
 iterations, which `ns_precision` "auto" chooses by the processor: ranks with different ones need "bf16" or "fp32".
 """

@@ -7,7 +7,7 @@ from dgc.compression import DenseCompressor, DGCCompressor, EF21Compressor, Rout
 from dgc.memory import ResidualMemory
 from dgc_training.config import Config, configs
 
-configs.train.optimizer.momentum = 0.0  # that of EF21 takes its place
+configs.train.optimizer.momentum = 0.0  # EF21's momentum takes its place
 configs.train.optimizer.nesterov = False
 
 top = Config(DGCCompressor, compress_ratio=0.05, memory=Config(ResidualMemory), indices="int32")

@@ -2,7 +2,7 @@
 
 Prepare the text first: python -m dgc_datasets.translation.wmt16 --help. Assran et al.,
 https://arxiv.org/abs/1811.10792, and Ott et al., Scaling Neural Machine Translation,
-https://arxiv.org/abs/1806.00187. The settings are those of the authors' job scripts, for 8 ranks. 400K tokens per
+https://arxiv.org/abs/1806.00187. The settings are from the authors' job scripts, for 8 ranks. 400K tokens per
 step: stack configs/wmt16/tokens400k.py.
 """
 

@@ -136,7 +136,7 @@ class ParallelText(dict[str, SentencePairs]):
                 )
 
     def texts(self, split: str) -> tuple[list[str], list[str]]:
-        """The lines of the source file and of the target file of a split; not those of the items of 'train'."""
+        """The lines of the source file and of the target file of a split, not of the items of 'train'."""
         source, target = (list(lines(file)) for file in self._files[split])
         return source, target
 

@@ -6,8 +6,8 @@
 Every name is the beginning of two file names: europarl-v7.de-en.en and europarl-v7.de-en.de. A file may also be
 SGML, as the test sets are. Of the beginning newstest2014 the script takes newstest2014*-src.en.sgm and
 newstest2014*-ref.de.sgm: the official set has both languages as source and as reference. Where no name has -src or
--ref, it takes newstest2014*.en.sgm and newstest2014*.de.sgm. Nothing is downloaded: the files are those of
-https://statmt.org/wmt16.
+-ref, it takes newstest2014*.en.sgm and newstest2014*.de.sgm. Nothing is downloaded: the files are
+from https://statmt.org/wmt16.
 
 Training pairs are left out if a side is empty or has more than `--max-words` words, or if one side has more than
 `--max-ratio` times as many words as the other. Test pairs are never left out.
