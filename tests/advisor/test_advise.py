@@ -29,7 +29,7 @@ from dgc.advisor.advice import (
 )
 from dgc.advisor.candidates import Candidate, compute_of, measure_candidate
 from dgc.advisor.cluster import cluster_on_paper, describe
-from dgc.advisor.cost import AlikeRanks, Compute, RecordedMessage, Network, Traffic, collectives, message_of
+from dgc.advisor.cost import AlikeRanks, Compute, Network, RecordedMessage, Traffic, collectives, message_of
 from dgc.advisor.cost.collectives import SIZES, Sample, fit_network, levels, measure_network, misfit, requests_of
 from dgc.advisor.cost.computing import last_level_cache
 from dgc.advisor.methods import GOSSIP, UNCOMPRESSED, Loss, Method
@@ -327,9 +327,16 @@ def test_what_fails_with_adam_is_not_recommended(tmp_path: Path, capsys: Printed
     assert "Do not compress: no method that compresses was compared with dense" in out
 
 
-def test_computing_is_timed_after_a_warm_up_and_without_what_the_cache_holds(tmp_path: Path) -> None:
+def test_computing_is_the_median_after_a_warm_up() -> None:
     found = compute_of([Traffic(2, 1, (), 9.0, 9.0)] * 4 + [Traffic(2, 1, (), i / 10, i / 5) for i in (1, 5, 3)])
-    assert (found.encode, found.decode) == pytest.approx((0.3, 0.6)) and last_level_cache(tmp_path) == 2**26
+    assert (found.encode, found.decode) == pytest.approx((0.3, 0.6))
+
+
+def test_the_last_level_cache_has_64_mib_where_the_system_does_not_say(tmp_path: Path) -> None:
+    assert last_level_cache(tmp_path) == 2**26
+
+
+def test_the_last_level_cache_is_the_largest_that_the_system_lists(tmp_path: Path) -> None:
     for index, size in enumerate(("48K", "2048K", "32M", "what")):
         (folder := tmp_path / f"index{index}").mkdir()
         (folder / "size").write_text(f"{size}\n")
@@ -450,16 +457,26 @@ class FirstRank(AlikeRanks):
         self.rank = self.local_rank = 0
 
 
-def test_levels_are_measured_inside_machines_and_between_them(monkeypatch: Patch) -> None:
+@pytest.mark.parametrize(("local_size", "expected"), [(1, ["world"]), (4, ["world"]), (2, ["local", "cross"])])
+def test_a_network_has_two_levels_on_several_machines_of_several_ranks(local_size: int, expected: Any) -> None:
+    assert levels(AlikeRanks(4, local_size)) == expected
+
+
+def test_collectives_between_machines_are_timed_in_every_size_of_every_kind() -> None:
     sizes = (1024, 4096)
-    assert [levels(AlikeRanks(4, of)) for of in (1, 4, 2)] == [["world"], ["world"], ["local", "cross"]]
     samples = collectives.time_collectives(AlikeRanks(4, 2), "cross", CPU, 2, sizes)
     kinds = ("AllReduce", False), ("AllReduce", True), ("AllGather", False)  # in half precision
     found = [(of.message.payload, of.message.kind, of.message.half) for of in samples]
     assert found == [(nbytes, *kind) for nbytes in sizes for kind in kinds]
     assert all(of.message.size == 2 and of.message.cross == of.message.wire for of in samples)
-    inside = collectives.time_collectives(AlikeRanks(4, 2), "local", CPU, 2, sizes)
+
+
+def test_collectives_inside_a_machine_send_nothing_to_others() -> None:
+    inside = collectives.time_collectives(AlikeRanks(4, 2), "local", CPU, 2, (1024, 4096))
     assert all(of.message.cross == 0 for of in inside)
+
+
+def test_each_level_of_a_network_is_fitted_to_its_own_times(monkeypatch: Patch) -> None:
     fast, slow = Network(1e-5, 1e9, 2, 1e-5, 1e9), Network(1e-3, 1e7, 2, 1e-3, 1e7)
 
     def timed(ranks: AlikeRanks, group: Group, device: torch.device, repeats: int, sizes: Any) -> list[Sample]:
@@ -473,6 +490,8 @@ def test_levels_are_measured_inside_machines_and_between_them(monkeypatch: Patch
     assert [network.bandwidth, network.inner_bandwidth] == pytest.approx([1e7, 1e9], rel=0.1)
     assert [network.latency, network.inner_latency] == pytest.approx([1e-3, 1e-5], rel=0.1)
 
+
+def test_machines_with_different_numbers_of_ranks_are_refused() -> None:
     def on_uneven_machines(transport: Any) -> None:
         transport.local_size += 6 * transport.rank
         refuse(r"as many ranks on each machine, not \[1, 7\]", levels, transport)

@@ -1,4 +1,4 @@
-"""The cost model: recorded bytes are those of the meter, and times are those of the formulas.
+"""The cost model: recorded bytes are the meter's, and times are the formulas'.
 
 And python -m dgc.advise, for a model of one's own and on paper.
 """
@@ -140,27 +140,48 @@ def test_seconds_of_collectives_by_hand() -> None:
     assert (Network(1e-3, 1e6).inner_latency, Network(1e-3, 1e6).inner_bandwidth) == (2e-6, 10e9)
 
 
-def test_a_prediction_adds_messages_and_computing() -> None:
-    gathered = message("AllGather", 8, 1000, 7000.0)
-    traffic = Traffic(8, 1, ((gathered, gathered), (gathered,)), 0.0, None)
-    found = predict(traffic, ALONE, Compute(0.1, 0.2, 0.05))
+GATHERED = message("AllGather", 8, 1000, 7000.0)
+THREE_GATHERS = Traffic(8, 1, ((GATHERED, GATHERED), (GATHERED,)), 0.0, None)
+SPARSE = partial(plan, lambda: DGCCompressor(0.05, ResidualMemory()))
+
+
+def test_a_prediction_adds_up_the_messages_with_their_computing() -> None:
+    found = predict(THREE_GATHERS, ALONE, Compute(0.1, 0.2, 0.05))
     assert (found.payload_bytes, found.wire_bytes, found.cross_wire_bytes) == (3000, 21000, 21000)
     assert (found.communication, found.compute, found.exchange) == pytest.approx((0.03, 0.7, 0.73))
+
+
+def test_the_last_message_of_a_predicted_step_overlaps_with_nothing() -> None:
+    found = predict(THREE_GATHERS, ALONE, Compute(0.1, 0.2, 0.05))
     steps = found.step(1.0, overlap=False, forward=0.2), found.step(1.0, forward=0.2)
-    assert steps == pytest.approx((1.93, 1.91))  # the last message overlaps with nothing
-    assert predict(traffic, ALONE, Compute(0.1, 0.2, 0.05), (1.0, 1.0)).step(1.0) == pytest.approx(1.7)
-    early, late = predict(replace(traffic, elements=(30, 10)), ALONE, Compute(0.4, 0.8)).buckets
+    assert steps == pytest.approx((1.93, 1.91))
+    assert predict(THREE_GATHERS, ALONE, Compute(0.1, 0.2, 0.05), (1.0, 1.0)).step(1.0) == pytest.approx(1.7)
+
+
+def test_computing_is_divided_among_the_buckets_by_their_elements() -> None:
+    early, late = predict(replace(THREE_GATHERS, elements=(30, 10)), ALONE, Compute(0.4, 0.8)).buckets
     assert (early.ready, late.ready) == (0.75, 1.0)
     assert early.computing == pytest.approx((0.3, 0.3, 0.3)) and late.computing == pytest.approx((0.1, 0.2))
     assert (early.messages, late.messages) == (pytest.approx((0.01, 0.01)), pytest.approx((0.01,)))
-    silent = predict(replace(traffic, buckets=((), ())), ALONE, Compute(0.1, 0.3))
+
+
+def test_a_bucket_without_messages_computes() -> None:
+    silent = predict(replace(THREE_GATHERS, buckets=((), ())), ALONE, Compute(0.1, 0.3))
     assert [bucket.computing for bucket in silent.buckets] == [(0.2,), (0.2,)]
-    refuse("for each of 2 buckets", predict, traffic, ALONE, Compute(), (1.0,))
-    # more ranks take longer, and less bandwidth too
-    dgc = partial(plan, lambda: DGCCompressor(0.05, ResidualMemory()))
-    times = [predict(record(dgc, 2**j), ALONE, Compute()).exchange for j in range(1, 13)]
+
+
+def test_a_prediction_needs_a_time_for_each_bucket() -> None:
+    refuse("for each of 2 buckets", predict, THREE_GATHERS, ALONE, Compute(), (1.0,))
+
+
+def test_an_exchange_of_more_ranks_takes_longer() -> None:
+    times = [predict(record(SPARSE, 2**j), ALONE, Compute()).exchange for j in range(1, 13)]
     assert times == sorted(set(times))
-    assert predict(record(dgc, 8), replace(ALONE, bandwidth=1e5), Compute()).exchange > times[2]
+
+
+def test_an_exchange_with_less_bandwidth_takes_longer() -> None:
+    slow, fast = (predict(record(SPARSE, 8), replace(ALONE, bandwidth=of), Compute()) for of in (1e5, 1e6))
+    assert slow.exchange > fast.exchange
 
 
 def test_overlap_by_hand() -> None:
@@ -209,7 +230,7 @@ def test_steps_are_recorded_with_the_state_of_those_before() -> None:
     refuse("2 steps need a function", record_steps, Asks(rounds).plan, 2, steps=2)
 
 
-def test_messages_of_groups_and_of_single_ranks() -> None:
+def test_messages_of_groups_have_the_bytes_of_the_meter() -> None:
     four = torch.ones(4)
     several = (AllReduce(four, group="local"),), (AllReduce(four),), (AllGather(torch.ones(3), "cross"),)
     asks = Asks(lambda bucket: several)
@@ -220,17 +241,25 @@ def test_messages_of_groups_and_of_single_ranks() -> None:
     traffic = record(asks.plan, 6, 3)
     assert traffic.total("wire") == pytest.approx(world.meters[-1].wire_bytes)
     assert traffic.total("cross") == pytest.approx(world.meters[-1].cross_wire_bytes)
-    # 8 broadcasts of 12.5 MB at 10 GB/s, of which 7 have another root than the recorded rank and take as long
+
+
+def test_broadcasts_of_other_ranks_take_as_long_as_those_of_the_recorded_one() -> None:
+    """8 broadcasts of 12.5 MB at 10 GB/s, of which 7 have another root than the recorded rank."""
     trees = tuple(Broadcast(torch.empty(12_500_000, dtype=torch.uint8), root) for root in range(8))
     traffic = record(Asks(lambda bucket: [trees]).plan, 8)
     found = predict(traffic, Network(latency=0.0, bandwidth=10e9), Compute())
-    assert traffic.total("payload") == 12_500_000  # that of the meter: what this rank contributes
+    assert traffic.total("payload") == 12_500_000  # as the meter counts: what this rank contributes
     assert found.communication == pytest.approx(8 * 2 * 7 / 8 * 12.5e6 / 10e9)
-    # a reduce-scatter returns the share of the rank, 2 of 4
-    ranks = AlikeRanks(4, local_size=2, local_rank=0)
+
+
+def test_a_recorded_reduce_scatter_returns_the_share_of_the_rank() -> None:
+    ranks = AlikeRanks(4, local_size=2, local_rank=0)  # rank 2 of 4
     assert ranks.point_to_point and ranks.reply(ReduceScatter(torch.arange(8.0))).tolist() == [4.0, 5.0]
     assert ranks.reply(ReduceScatter(torch.arange(8.0), group="cross")).tolist() == [4.0, 5.0, 6.0, 7.0]
-    # the longest message from rank to rank is awaited, also of another round; no rank sends to itself
+
+
+def test_the_longest_message_from_rank_to_rank_is_awaited() -> None:
+    """Also a message of another round. No rank sends to itself."""
     first = Exchange({0: torch.ones(5), 1: torch.ones(9)}, {0: torch.empty(5)})
     second = Exchange({0: torch.ones(3)}, {0: torch.empty(5)})
     (messages,) = record(Asks(lambda bucket: [(first,), (second,)]).plan, 2).buckets
@@ -337,31 +366,40 @@ def test_the_limit_of_the_loss_decides_between_8_and_4_bits(loss: str, method: s
     assert ("Do not compress: " if method == "fp16" else f"Recommended: {method}, ") in out
 
 
-def test_rows_on_paper_are_built_from_their_words_and_one_narrow_layer_stands_for_the_model() -> None:
-    for method in METHODS:
-        with case(method.name):
-            model = nn.Linear(64, 64)
-            gradients = {name: torch.ones_like(p) for name, p in model.named_parameters() if method.for_adam}
-            optimizer = builder(method, "adamw" if method.for_adam else "sgd", gradients)(model, AlikeRanks(4))
-            # vectors are sent by another compressor
-            made = [optimizer.method] if method.averages_models else [of.compressor for of in optimizer.planned]
-            assert method.usage[0].partition("(")[0] in {type(of).__name__ for of in made}
-            optimizer.close()
-    """The bytes of each method are those of the layers themselves."""
-    shape, methods = shape_of(4_000_000), {method.name: method for method in METHODS}
-    assert (shape.width, shape.layers) == (256, 5)
-    d = 2 * WIDEST
-    wide = replace(shape, width=d, layers=1, parameters=12 * d**2)
-    factors = sum(n + m for n, m in ((3 * d, d), (d, d), (4 * d, d), (d, 4 * d)))
-    for name, of, nbytes, rel in (
-        ("powersgd-2", wide, 2 * 4 * factors, 0.01),
-        ("dense", shape, 4 * 4e6, 0.02),
-        ("dgc-fp32-int64", shape, 12 * 0.001 * 4e6, 0.02),
-    ):
-        with case(name):
-            found = candidate_on_paper(methods[name], "sgd", of, workload_on_paper(of, 1.0, CPU), 4, 1)
-            assert found.traffic.total("payload") == pytest.approx(nbytes, rel=rel)
-            assert len(found.ready) == len(found.traffic.buckets) and found.ready[-1] == 1.0
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+def test_a_method_of_the_advisor_is_built_as_its_usage_says(method: Any) -> None:
+    model = nn.Linear(64, 64)
+    gradients = {name: torch.ones_like(p) for name, p in model.named_parameters() if method.for_adam}
+    optimizer = builder(method, "adamw" if method.for_adam else "sgd", gradients)(model, AlikeRanks(4))
+    # vectors are sent by another compressor
+    made = [optimizer.method] if method.averages_models else [of.compressor for of in optimizer.planned]
+    assert method.usage[0].partition("(")[0] in {type(of).__name__ for of in made}
+    optimizer.close()
+
+
+ON_PAPER, D = shape_of(4_000_000), 2 * WIDEST
+ONE_WIDE_LAYER = replace(ON_PAPER, width=D, layers=1, parameters=12 * D**2)
+FACTORS = sum(n + m for n, m in ((3 * D, D), (D, D), (4 * D, D), (D, 4 * D)))
+
+
+def test_a_number_of_parameters_on_paper_is_a_transformer() -> None:
+    assert (ON_PAPER.width, ON_PAPER.layers) == (256, 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "of", "nbytes", "rel"),
+    [
+        ("powersgd-2", ONE_WIDE_LAYER, 2 * 4 * FACTORS, 0.01),
+        ("dense", ON_PAPER, 4 * 4e6, 0.02),
+        ("dgc-fp32-int64", ON_PAPER, 12 * 0.001 * 4e6, 0.02),
+    ],
+)
+def test_one_narrow_layer_stands_for_the_model_on_paper(name: str, of: Any, nbytes: float, rel: float) -> None:
+    """The bytes of each method are the bytes of the layers themselves."""
+    (method,) = (method for method in METHODS if method.name == name)
+    found = candidate_on_paper(method, "sgd", of, workload_on_paper(of, 1.0, CPU), 4, 1)
+    assert found.traffic.total("payload") == pytest.approx(nbytes, rel=rel)
+    assert len(found.ready) == len(found.traffic.buckets) and found.ready[-1] == 1.0
 
 
 def test_a_model_of_ones_own(tmp_path: Path, capsys: Printed) -> None:
@@ -399,7 +437,7 @@ def sent(build: Any, model: Any, gradients: Any, steps: int, transport: Any) -> 
 
 def test_a_machine_sends_what_its_ranks_send() -> None:
     """2 machines of 8 ranks. Shares of local ranks differ or are empty; SGP's peers depend on rank and round."""
-    # like those of VGG-16: one tensor has three quarters of all elements
+    # like the sizes of VGG-16: one tensor has three quarters of all elements
     shapes = [(128, 196), (4096,), (16, 16, 3, 3), (128, 32), (100,)]
     names = ("dgc-fp32-int64", "scaled-sign", "powersgd-2", "sgp")
     for method, some in product([of for of in METHODS if of.name in names], (shapes, shapes[:1])):

@@ -1,6 +1,7 @@
 """Bytes by the formulas, with three ranks by default and 1200 bytes of payload, and the timeline of a step."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,15 @@ from optim.nets import dgc, dgc_sgd, net, train, wrap
 from dgc.comm import AllGather, AllReduce, AllToAll, Broadcast, Exchange, ReduceScatter, TrafficMeter
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.meter import PHASES, Trace, bytes_of
+from dgc.comm.requests import Request
 
 T = torch.zeros(300)  # 1200 bytes
 THIRDS = AllToAll(T, (100, 50, 150))
 
 
-def test_formulas_and_dense_as_a_ring_all_reduce_in_fp32() -> None:
-    """The dense equivalent is counted in bytes on the wire, too. A single rank sends nothing."""
-    for request, rank, payload, wire in (
+@pytest.mark.parametrize(
+    ("request_", "rank", "payload", "wire"),
+    [
         (AllReduce(T), 0, 1200, 1600.0),
         (AllReduce(T.half()), 0, 600, 800.0),
         (AllGather(T), 2, 1200, 2400.0),
@@ -32,17 +34,26 @@ def test_formulas_and_dense_as_a_ring_all_reduce_in_fp32() -> None:
         (Exchange({0: T, 2: torch.zeros(25)}, {2: T}), 1, 1300, 1300.0),
         (Exchange({1: T, 2: torch.zeros(25)}, {2: T}), 1, 100, 100.0),
         (Exchange({}, {2: T}), 1, 0, 0.0),
-    ):
-        assert bytes_of(request, rank, 3)[:2] == (payload, pytest.approx(wire)), request
-        if not isinstance(request, AllToAll | Exchange):
-            assert bytes_of(request, 0, 1)[1] == 0  # one rank sends nothing
-    for size, expected in ((1, 0.0), (2, 4000.0), (4, 6000.0)):
-        meter = TrafficMeter()
-        meter.count_dense(1000, size)
-        assert meter.dense_wire_bytes == expected == bytes_of(AllReduce(torch.zeros(1000)), 0, size)[1]
+    ],
+    ids=lambda value: type(value).__name__ if not isinstance(value, int | float) else None,
+)
+def test_bytes_are_counted_by_the_formulas(request_: Request, rank: int, payload: int, wire: float) -> None:
+    assert bytes_of(request_, rank, 3)[:2] == (payload, pytest.approx(wire))
 
 
-def test_totals_count_groups_and_roots_and_continue_from_a_saved_state() -> None:
+@pytest.mark.parametrize("kind", [AllReduce, AllGather, ReduceScatter, Broadcast])
+def test_a_single_rank_sends_nothing(kind: Callable[[torch.Tensor], Request]) -> None:
+    assert bytes_of(kind(T), 0, 1)[1] == 0
+
+
+@pytest.mark.parametrize(("size", "expected"), [(1, 0.0), (2, 4000.0), (4, 6000.0)])
+def test_dense_bytes_are_those_that_a_ring_all_reduce_in_fp32_sends(size: int, expected: float) -> None:
+    meter = TrafficMeter()
+    meter.count_dense(1000, size)
+    assert meter.dense_wire_bytes == expected == bytes_of(AllReduce(torch.zeros(1000)), 0, size)[1]
+
+
+def test_totals_count_the_group_of_each_request() -> None:
     def body() -> Any:
         yield (AllReduce(T.clone()), AllGather(T))
         yield (AllGather(T, "local"),)
@@ -52,8 +63,11 @@ def test_totals_count_groups_and_roots_and_continue_from_a_saved_state() -> None
     world = LockstepWorld(6, local_size=3)
     world.converse("test", [body() for _ in range(6)])
     for rank, meter in enumerate(world.meters):
-        assert meter.payload_bytes == (4 + (rank % 3 == 1)) * 1200 and meter.rounds == 4
+        assert meter.payload_bytes == (4 + (rank % 3 == 1)) * 1200 and meter.rounds == 4  # rank 1 is the root
         assert meter.wire_bytes == pytest.approx(2 * 1200 * 5 / 6 + 1200 * 5 + 1200 * 2 + 1200 * 1 + 1200 * 2 / 3)
+
+
+def test_totals_continue_from_a_saved_state() -> None:
     whole, first, second = TrafficMeter(2), TrafficMeter(2), TrafficMeter(2)
     four = LockstepWorld(4).transports[0]
     for each in (whole, first):
@@ -64,8 +78,11 @@ def test_totals_count_groups_and_roots_and_continue_from_a_saved_state() -> None
         each.count(AllGather(torch.zeros(7)), four)
         each.count_dense(10, 4)
     assert second == whole
+
+
+def test_what_is_not_the_state_of_a_meter_is_refused() -> None:
     with pytest.raises(ValueError, match="not the state of a meter: it has \\['bytes'\\]"):
-        second.load_state_dict({"bytes": 1.0})
+        TrafficMeter(2).load_state_dict({"bytes": 1.0})
 
 
 def test_a_step_has_every_phase_of_every_bucket(tmp_path: Path) -> None:

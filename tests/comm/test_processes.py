@@ -28,32 +28,52 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-@pytest.mark.horovod
-def test_what_the_user_chose_is_kept_and_a_lone_process_finds_its_open_mpi(
-    monkeypatch: Any, tmp_path: Path
-) -> None:
+@pytest.fixture
+def environment_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """A function that prepares an environment, given some variables, for a Python with an Open MPI of its own."""
     from dgc.comm.horovod import prepare_environment  # prepares when it is imported first
 
-    for name in NAMES:
-        monkeypatch.delenv(name, raising=False)
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "orted").touch()
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
-    ranks = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "PMIX_NAMESPACE": "1"}
-    for name, value in ranks.items():
-        monkeypatch.setenv(name, value)
-    prepare_environment()
-    assert "OPAL_PREFIX" not in os.environ and "OMPI_MCA_btl" not in os.environ
-    for name in ranks:
-        monkeypatch.delenv(name)
-    prepare_environment()
-    assert os.environ["OPAL_PREFIX"] == str(tmp_path) and os.environ["OMPI_MCA_btl"] == "^ofi"
-    ours = {"HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_CYCLE_TIME": "0.2", "OMPI_MCA_mpi_yield_when_idle": "1"}
-    assert {name: os.environ[name] for name in ours} == ours
-    for name in ours:
-        monkeypatch.setenv(name, "7")
-    prepare_environment()
-    assert all(os.environ[name] == "7" for name in ours)
+
+    def prepared(given: dict[str, str]) -> dict[str, str]:
+        for name in NAMES:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in given.items():
+            monkeypatch.setenv(name, value)
+        prepare_environment()
+        return dict(os.environ)
+
+    return prepared
+
+
+RANK = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "PMIX_NAMESPACE": "1"}
+CHOSEN = {"HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_CYCLE_TIME": "0.2", "OMPI_MCA_mpi_yield_when_idle": "1"}
+
+
+@pytest.mark.horovod
+def test_a_rank_of_mpirun_keeps_the_open_mpi_of_its_launcher(environment_of: Any) -> None:
+    environment = environment_of(RANK)
+    assert "OPAL_PREFIX" not in environment and "OMPI_MCA_btl" not in environment
+
+
+@pytest.mark.horovod
+def test_a_lone_process_finds_its_open_mpi(environment_of: Any, tmp_path: Path) -> None:
+    environment = environment_of({})
+    assert environment["OPAL_PREFIX"] == str(tmp_path) and environment["OMPI_MCA_btl"] == "^ofi"
+
+
+@pytest.mark.horovod
+def test_the_environment_gets_settings_of_horovod(environment_of: Any) -> None:
+    environment = environment_of({})
+    assert {name: environment[name] for name in CHOSEN} == CHOSEN
+
+
+@pytest.mark.horovod
+def test_settings_that_the_user_chose_are_kept(environment_of: Any) -> None:
+    environment = environment_of(dict.fromkeys(CHOSEN, "7"))
+    assert all(environment[name] == "7" for name in CHOSEN)
 
 
 def run(executable: str, program: str) -> None:
@@ -64,7 +84,7 @@ def run(executable: str, program: str) -> None:
 
 
 @pytest.mark.horovod
-def test_init_starts_horovod_once_and_optimizers_use_its_transport() -> None:
+def test_init_starts_horovod_once_for_all_optimizers() -> None:
     """Also if the script has imported Horovod before, as most scripts do."""
     run(
         python(),
@@ -152,7 +172,7 @@ def test_the_transport_of_a_process_is_made_again_after_a_second_init_process_gr
 
 
 def test_no_thread_of_a_process_group_outlives_the_program() -> None:
-    """But for those of the program's own group, and of one in which something is unfinished."""
+    """But for the program's own group, and for a group in which something is unfinished."""
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     started = dict[str, Any]()
     for setting in ("none", "initialised", "unfinished", "destroyed"):

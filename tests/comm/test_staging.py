@@ -78,34 +78,46 @@ def launch(transport: Any, name: str = "a", communicator: str = "") -> Any:
     return transport.launch(name, (comm.AllReduce(torch.ones(3), "sum"),), communicator)
 
 
-def test_a_message_is_launched_once_its_copy_is_complete_in_the_order_of_its_lane_or_when_waited_for() -> None:
-    """On the host it is at once. A rank that only receives uses host memory, too."""
+def test_a_message_is_launched_once_its_copy_is_complete() -> None:
     transport = OfADevice(inner := noting())
     work = launch(transport)
     assert inner.launched == [] and not transport.poll(work) and inner.launched == []
     Copying.made[0].over = True
     assert transport.poll(work) and inner.launched == ["a"]
     assert torch.equal(transport.wait(work)[0], torch.ones(3)) and inner.launched == ["a"]
-    launch(StagedTransport(inner), "b")
-    assert inner.launched == ["a", "b"] and len(Copying.made) == 1
+
+
+def test_a_message_of_the_host_is_launched_at_once() -> None:
+    launch(StagedTransport(inner := noting()), "b")
+    assert inner.launched == ["b"] and len(Copying.made) == 0
+
+
+def test_a_rank_that_only_receives_uses_host_memory() -> None:
     into = torch.zeros(3)
     receiving: Any = OfADevice(LockstepWorld(2).transports[0]).launch("a", (comm.Exchange({}, {1: into}),))
-    assert len(Copying.made) == 2 and receiving.requests[0].receives[1] is not into
+    assert len(Copying.made) == 1 and receiving.requests[0].receives[1] is not into
+
+
+def test_messages_are_launched_in_the_order_of_their_communicator() -> None:
     lanes = OfADevice(noted := noting())
     lanes.open_communicator("other")
     works = [launch(lanes, name, "other" if name == "c" else "") for name in "abc"]
-    first, second, third = Copying.made[2:]
+    first, second, third = Copying.made
     second.over = third.over = True
     assert not lanes.poll(works[1]) and noted.launched == ["c"]
     first.over = True
     assert lanes.poll(works[1]) and noted.launched == ["c", "a", "b"]
-    # Values are those at the launch. Ranks that wait in different orders do not deadlock.
+
+
+def test_a_message_has_the_values_at_its_launch() -> None:
     waiting, sent = OfADevice(alone()), torch.ones(3)
     waited = waiting.launch("a", (comm.AllReduce(sent),))
     sent.zero_()
     (reply,) = waiting.wait(waited)
     assert Copying.made[-1].over and torch.equal(reply, torch.ones(3))
 
+
+def test_ranks_may_wait_for_messages_in_different_orders() -> None:
     def in_any_order(transport: Any) -> Any:
         own = OfADevice(transport)
         launched = {name: launch(own, name) for name in "ab"}
@@ -124,22 +136,24 @@ REQUESTS: list[Any] = [
 ]
 
 
-def test_ranks_and_replies_are_those_of_the_inner_transport() -> None:
+def test_it_has_the_ranks_of_the_inner_transport() -> None:
     transport = OfADevice(LockstepWorld(3).transports[2])
     assert (transport.rank, transport.size) == (2, 3)
     assert transport.group_size("world") == 3 and transport.group_rank("world") == 2
 
-    def replies(transport: Any) -> Any:
-        def body(make: Any) -> Any:
+
+@pytest.mark.parametrize("make", REQUESTS, ids=lambda make: type(make(0)).__name__)
+def test_it_has_the_replies_of_the_inner_transport(make: Any) -> None:
+    def reply(transport: Any) -> Any:
+        def body() -> Any:
             (reply,) = yield (make(transport.rank),)
             return tree_leaves(reply)
 
-        running = (comm.RunningConversation("t", body(make), transport, comm.TrafficMeter()) for make in REQUESTS)
-        return [part for conversation in running for part in conversation.finish()]
+        return comm.RunningConversation("t", body(), transport, comm.TrafficMeter()).finish()
 
-    plain = LockstepWorld(2).run(replies)
-    through = LockstepWorld(2).run(lambda transport: replies(OfADevice(transport)))
-    assert all(map(same, plain, through)) and len(plain[0]) > len(REQUESTS)
+    plain = LockstepWorld(2).run(reply)
+    through = LockstepWorld(2).run(lambda transport: reply(OfADevice(transport)))
+    assert all(map(same, plain, through)) and len(plain[0]) >= 1
 
 
 def reading(rank: int) -> Any:
@@ -158,7 +172,9 @@ class Reading(StatelessCompressor):
         return Reduced(DenseResult(is_finite=True), state)
 
 
-def test_finish_waits_for_what_is_read_and_advance_does_not() -> None:
+@pytest.fixture
+def read_in_two_buckets() -> Any:
+    """A function of the ranks: what the compressors of two buckets have read, and the meter of all ranks."""
     meter = comm.TrafficMeter()
 
     def body(transport: LockstepTransport) -> Any:
@@ -170,23 +186,45 @@ def test_finish_waits_for_what_is_read_and_advance_does_not() -> None:
             engine.start(g)
         for _ in range(3):
             engine.advance()
-        if transport.size == 1:
-            assert [copy.waited for copy in SlowCopy.made] == [0]  # b launches its round 1 after a
+        waited = [copy.waited for copy in SlowCopy.made]
         engine.finish()
-        return [method.result for method in methods]
+        return [method.result for method in methods], waited
 
-    assert LockstepWorld(1).run(body) == [[[3, 3]] * 2]
+    return lambda size: (LockstepWorld(size).run(body), meter)
+
+
+def test_advance_does_not_wait_for_what_is_read(read_in_two_buckets: Any) -> None:
+    (((_, waited),), _) = read_in_two_buckets(1)
+    assert waited == [0]  # b launches its round 1 after a
+
+
+def test_finish_waits_for_what_is_read(read_in_two_buckets: Any) -> None:
+    (((found, _),), _) = read_in_two_buckets(1)
+    assert found == [[3, 3]] * 2
     assert [copy.waited for copy in SlowCopy.made] == [1] * 4
-    assert meter.rounds == 4  # a read is no round
-    assert LockstepWorld(2).run(body) == [[[18, 18]] * 2] * 2
 
 
-def test_numbers_in_host_memory_are_read_at_once_and_without_a_transport_come_with_the_requests() -> None:
+def test_a_read_is_no_round(read_in_two_buckets: Any) -> None:
+    assert read_in_two_buckets(1)[1].rounds == 4
+
+
+def test_all_ranks_read_the_same_sums(read_in_two_buckets: Any) -> None:
+    ranks, _ = read_in_two_buckets(2)
+    assert [found for found, _ in ranks] == [[[18, 18]] * 2] * 2
+
+
+def test_numbers_in_host_memory_are_read_without_a_request() -> None:
     with pytest.raises(StopIteration) as ended:
         next(read([torch.tensor(7), torch.tensor(True)]))
     assert ended.value.value == [7, 1]
+
+
+def test_a_copy_of_host_memory_is_complete_at_once() -> None:
     copy = HostCopy(torch.tensor([1, 2], dtype=torch.int32))
     assert copy.poll() and copy.wait() == [1, 2]
+
+
+def test_without_a_transport_numbers_are_read_between_the_requests() -> None:
     conversation = reading(0)
     first: Any = next_requests(conversation)[0]
     second: Any = next_requests(conversation, (first.tensor,))[0]
