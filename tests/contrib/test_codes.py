@@ -63,15 +63,20 @@ def test_natural_compression_sends_powers_at_random_too() -> None:
     assert (powers == powers.round()).all()
 
 
-def test_random_k_takes_one_of_each_stretch_the_same_on_all_ranks_and_random_blocks_one_stretch() -> None:
-    """Blocks go on around the end."""
+def test_random_k_takes_one_of_each_stretch_the_same_on_all_ranks() -> None:
     ranks = Ranks(3, partial(contrib.RandomKCompressor, 0.1), [(100,), (7,)])
     mean = ranks.step([torch.ones(107) * r for r in (1, 2, 3)])
     chosen = mean.nonzero().view(-1)
     assert [int(i) // 10 for i in chosen if i < 100] == list(range(10)) and int((chosen >= 100).sum()) == 1
     assert (mean[chosen] == 2).all()
+
+
+def test_a_ratio_of_random_k_above_1_is_read_as_the_factor_saved() -> None:
     with pytest.warns(UserWarning, match="compress_ratio=20 is read as the factor saved: a share of 0.05 is sent"):
         assert contrib.RandomKCompressor(20).compress_ratio == 1 / 20
+
+
+def test_a_random_block_is_one_stretch_which_goes_on_around_the_end() -> None:
     ranks, starts = Ranks(1, partial(contrib.RandomBlockCompressor, 0.3, error_feedback=False), [(10,)]), set()
     for _ in range(60):
         chosen = ranks.step([torch.ones(10)]).nonzero().view(-1).tolist()
@@ -81,22 +86,34 @@ def test_random_k_takes_one_of_each_stretch_the_same_on_all_ranks_and_random_blo
     assert starts == set(range(10))
 
 
-def test_svd_is_the_best_approximation_and_probabilities_of_atomo_add_up() -> None:
+@pytest.mark.parametrize("rank", [1, 3])
+def test_svd_is_the_best_approximation(rank: int) -> None:
     M = normal(20 * 30, seed=8).view(20, 30)
     U, s, Vh = torch.linalg.svd(M.double())  # in fp32 some CPUs' LAPACK is a hundred times less exact than ours
-    for rank in (1, 3):
-        best = U[:, :rank] * s[:rank] @ Vh[:rank]
-        found = once(partial(contrib.SVDCompressor, rank), M).double()
-        torch.testing.assert_close(found, best, rtol=1e-5, atol=2e-6)
-    shapes = [(3, 40), (2, 2), (40,), (), (0, 4), (30, 4, 5)]
-    segments = Ranks(1, contrib.SVDCompressor, shapes).buckets[0].segments
-    assert [contrib.SVDCompressor(2).accepts(s) for s in segments] == [True, False, False, False, False, True]
-    for s, r, expected in (
+    best = U[:, :rank] * s[:rank] @ Vh[:rank]
+    found = once(partial(contrib.SVDCompressor, rank), M).double()
+    torch.testing.assert_close(found, best, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("shape", "accepted"),
+    [((3, 40), True), ((2, 2), False), ((40,), False), ((), False), ((0, 4), False), ((30, 4, 5), True)],
+)
+def test_svd_accepts_matrices_that_are_larger_than_their_factors(shape: tuple[int, ...], accepted: bool) -> None:
+    (segment,) = Ranks(1, contrib.SVDCompressor, [shape]).buckets[0].segments
+    assert contrib.SVDCompressor(2).accepts(segment) == accepted
+
+
+@pytest.mark.parametrize(
+    ("s", "r", "expected"),
+    [
         ([1.0, 1, 1, 1], 2, [0.5] * 4),
         ([100.0, 1, 1], 2, [1, 0.5, 0.5]),
         ([100.0, 10, 1, 1], 3, [1, 1, 0.5, 0.5]),
         ([3.0, 2, 1], 3, [1, 1, 1]),
         ([1.0, 0, 0], 2, [1, 0.5, 0.5]),
         ([0.0, 0], 1, [0.5, 0.5]),
-    ):
-        assert inclusion(torch.tensor(s), r).tolist() == pytest.approx(expected, abs=1e-6)
+    ],
+)
+def test_the_probabilities_of_atomo_add_up_to_the_rank(s: list[float], r: int, expected: list[float]) -> None:
+    assert inclusion(torch.tensor(s), r).tolist() == pytest.approx(expected, abs=1e-6)

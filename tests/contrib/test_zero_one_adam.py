@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import case
 from gossip.networks import Trained, check_that_a_saved_state_goes_on, check_that_means_stay, each, mean, on, same
 from on_ranks import on_ranks
 from optim.nets import alone, net, wrap
@@ -37,9 +36,7 @@ def moments(own: Trained, name: str) -> Any:
 
 
 @on_ranks(2)
-def test_with_a_dense_mean_it_is_adamw_bit_for_bit_whose_weight_decay_goes_on_between_exchanges(
-    transport: Any,
-) -> None:
+def test_with_a_dense_mean_it_is_adamw_bit_for_bit(transport: Any) -> None:
     settings: dict[str, Any] = {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
     own = trained(transport, (8, 8, 1, 1), floor=0.0, **settings)
     model = copy.deepcopy(own.model)
@@ -51,7 +48,11 @@ def test_with_a_dense_mean_it_is_adamw_bit_for_bit_whose_weight_decay_goes_on_be
         ((model(own.inputs) - own.targets) ** 2).mean().backward()
         dense.step()
     assert same(own.model.parameters(), model.parameters())
-    # Without gradients, nothing but it moves a parameter. At each exchange x' is what x is.
+
+
+@on_ranks(2)
+def test_weight_decay_goes_on_between_exchanges(transport: Any) -> None:
+    """Without gradients, nothing but it moves a parameter. At each exchange x' is what x is."""
     decayed = trained(transport, weight_decay=0.5)
     start = decayed.z.clone()
     for step in range(1, 16):
@@ -89,17 +90,22 @@ def test_gradients_of_the_second_moment_in_half_the_bytes(transport: Any) -> Non
     assert own.optimizer.meter.payload_bytes == 2 * N and same(gradients, [g.half().float() for g in gradients])
 
 
-def test_it_goes_on_from_a_saved_state_bit_for_bit_or_with_other_ranks_from_the_same_means() -> None:
+@pytest.mark.parametrize("stop", [3, 9, 11])
+def test_it_goes_on_from_a_saved_state_bit_for_bit(stop: int) -> None:
     """In both stages, and in the middle of an interval. The last step is one after which models differ."""
-    for stop in (3, 9, 11):
-        check_that_a_saved_state_goes_on(lambda transport: trained(transport, weight_decay=0.1), 3, 15, stop)
-    # To the step after which all ranks have one model.
-    for new in (2, 6):
-        models = check_that_means_stay(trained, lambda own: [own.z.double()], 11, new)
-        assert same(models, [models[0]] * new) and bool(models[0].isfinite().all())
+    check_that_a_saved_state_goes_on(lambda transport: trained(transport, weight_decay=0.1), 3, 15, stop)
 
 
-def test_groups_have_their_own_settings_and_a_rate_of_zero_moves_nothing() -> None:
+@pytest.mark.parametrize("new", [2, 6])
+def test_another_number_of_ranks_goes_on_from_the_same_means(new: int) -> None:
+    """To the step after which all ranks have one model."""
+    models = check_that_means_stay(trained, lambda own: [own.z.double()], 11, new)
+    assert same(models, [models[0]] * new) and bool(models[0].isfinite().all())
+
+
+def test_groups_have_their_own_settings() -> None:
+    """With a learning rate of zero a group does not move."""
+
     def groups(parameters: Any) -> Any:
         first, second, *others = parameters
         return adam([{"params": [first, second], "lr": 0.0}, {"params": others, "betas": (0.5, 0.9)}])
@@ -115,7 +121,7 @@ def test_groups_have_their_own_settings_and_a_rate_of_zero_moves_nothing() -> No
     assert torch.equal(first, second) and bool(first.any())
 
 
-def test_parameters_without_elements_and_of_half_precision() -> None:
+def test_a_model_may_have_parameters_without_elements() -> None:
     model = torch.nn.ModuleList([net(), torch.nn.ParameterList([torch.zeros(0, 3)])])
     optimizer = wrapped(adam, ZeroOneSteps(1), model)
     before = [p.clone() for p in model.parameters()]
@@ -125,6 +131,8 @@ def test_parameters_without_elements_and_of_half_precision() -> None:
         optimizer.step()
     assert all(bool((p != old).all()) for p, old in zip(model.parameters(), before, strict=True))
 
+
+def test_parameters_of_half_precision_learn_from_an_fp32_model() -> None:
     def body(transport: Any) -> Any:
         own = trained(transport, dtype=torch.bfloat16)
         losses = own.steps(46)
@@ -135,29 +143,33 @@ def test_parameters_without_elements_and_of_half_precision() -> None:
     assert torch.equal(*models) and mean(lasts) < 0.6 * mean(firsts)
 
 
-def test_a_gradient_that_is_not_finite_and_a_rank_that_diverges_which_drops_its_last_steps() -> None:
+@pytest.mark.parametrize(
+    ("steps", "in_variance_step"), [(4, True), (8, False), (10, False)], ids=["gradient", "local", "later"]
+)
+def test_a_gradient_that_is_not_finite_is_dropped(steps: int, in_variance_step: bool) -> None:
     """In a step of T_v nobody moves. In another step its rank alone leaves out its part."""
 
     def all_of(own: Trained) -> Any:
         return [own.z.clone(), *moments(own, "exp_avg"), *moments(own, "exp_avg_sq")]
 
-    def body(transport: Any, steps: Any, alike: Any) -> Any:
+    def body(transport: Any) -> Any:
         own = trained(transport)
         own.steps(steps)
         before = all_of(own)
         own.optimizer.zero_grad()
         (own.loss() * (float("nan") if transport.rank == 1 else 1.0)).backward()
         own.optimizer.step()
-        assert same(before, all_of(own)) == (alike or transport.rank == 1)
-        assert own.optimizer.metrics()["dropped_exchanges"] == float(alike)
+        assert same(before, all_of(own)) == (in_variance_step or transport.rank == 1)
+        assert own.optimizer.metrics()["dropped_exchanges"] == float(in_variance_step)
         own.steps(13 - own.algorithm.adam.steps)
         return own.z.clone()
 
-    for steps, in_variance_step in ((4, True), (8, False), (10, False)):
-        with case(steps), pytest.warns(UserWarning, match="rank 1 has NaN"):
-            first, second = on(2, partial(body, steps=steps, alike=in_variance_step))
-            assert torch.equal(first, second) and bool(first.isfinite().all())
+    with pytest.warns(UserWarning, match="rank 1 has NaN"):
+        first, second = on(2, body)
+    assert torch.equal(first, second) and bool(first.isfinite().all())
 
+
+def test_a_rank_that_diverges_drops_the_last_steps_of_all() -> None:
     def diverges(transport: Any) -> Any:
         own = trained(transport)
         own.steps(8)
@@ -216,24 +228,35 @@ def test_what_cannot_be_is_refused() -> None:
     check_refusals(*((partial(own.algorithm.load_state_dict, {**state, **new}), words) for new, words in changes))
 
 
-def test_states_of_other_optimizers_are_refused_and_one_with_a_scheduler_is_loaded() -> None:
-    """Before anything is loaded, alone and with the algorithm. A step would otherwise fail with KeyError."""
+def with_outer_steps() -> Trained:
+    return Trained(alone(), OuterSteps(2), partial(torch.optim.AdamW, lr=0.02))
 
-    def outer() -> Trained:
-        return Trained(alone(), OuterSteps(2), partial(torch.optim.AdamW, lr=0.02))
 
-    for make, other in ((outer, lambda: trained(alone())), (lambda: trained(alone()), outer)):
-        own, saved = make(), other()
-        saved.step()
-        for load, state, words in (
-            (own.optimizer.load_state_dict, saved.optimizer.state_dict(), "from another optimizer than"),
-            (own.optimizer.load_compression_state_dict, saved.optimizer.compression_state_dict(), "state"),
-        ):
-            with pytest.raises(ValueError, match=words):
-                load(state)
-        own.step()
-        groups = own.optimizer.param_groups
-        assert len(groups) == 1 and groups[0].keys() == make().optimizer.param_groups[0].keys()
+def with_zero_one_steps() -> Trained:
+    return trained(alone())
+
+
+@pytest.mark.parametrize(
+    ("make", "other"),
+    [(with_outer_steps, with_zero_one_steps), (with_zero_one_steps, with_outer_steps)],
+    ids=["into AdamW", "into 0/1 Adam"],
+)
+def test_the_state_of_another_optimizer_is_refused_before_anything_is_loaded(make: Any, other: Any) -> None:
+    """Alone and with the algorithm. A step would otherwise fail with KeyError."""
+    own, saved = make(), other()
+    saved.step()
+    for load, state, words in (
+        (own.optimizer.load_state_dict, saved.optimizer.state_dict(), "from another optimizer than"),
+        (own.optimizer.load_compression_state_dict, saved.optimizer.compression_state_dict(), "state"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            load(state)
+    own.step()
+    groups = own.optimizer.param_groups
+    assert len(groups) == 1 and groups[0].keys() == make().optimizer.param_groups[0].keys()
+
+
+def test_a_state_with_the_keys_of_a_scheduler_is_loaded() -> None:
     own, saved = (Trained(alone(), OuterSteps(2)) for _ in range(2))
     torch.optim.lr_scheduler.OneCycleLR(saved.optimizer, max_lr=0.1, total_steps=9, cycle_momentum=False)
     saved.step()

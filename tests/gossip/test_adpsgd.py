@@ -124,7 +124,7 @@ class Simulation:
 
 
 @pytest.mark.parametrize(("graph", "size"), CASES)
-def test_averages_keep_the_sum_come_together_and_end(graph: Any, size: Any) -> None:
+def test_models_come_together_with_the_same_sum_until_all_ranks_have_ended(graph: Any, size: Any) -> None:
     simulation = Simulation(graph(size), seed=size)
     before, spread = total(simulation.xs), simulation.spread()
     simulation.drain(40 * size)
@@ -134,7 +134,7 @@ def test_averages_keep_the_sum_come_together_and_end(graph: Any, size: Any) -> N
     assert active == sum(m.averagings for m in simulation.protocols if not m.is_active) > 0
 
 
-def test_many_cycles_and_messages_that_overtake_the_end_of_one() -> None:
+def test_messages_may_overtake_the_end_of_a_cycle() -> None:
     """The first rank that receives END begins the next cycle while others are still in the old one."""
     simulation = Simulation(bipartite_complete(5))
     before, cycle = total(simulation.xs), [0] * 5
@@ -178,27 +178,38 @@ def test_all_ranks_are_informed_that_an_epoch_is_over(graph: Any, size: Any, slo
     assert since is not None and looks - since <= 60 * size**2
 
 
-def test_averages_are_bounded_by_steps_and_messages_as_long_as_documented_and_no_rank_is_lost() -> None:
-    for rate, most in ((1.0, 50), (0.5, 25), (2.0, 100)):
-        simulation = Simulation(bipartite_complete(4), averagings_per_step=rate)
-        for _ in range(50):
-            simulation.train(400)
-        simulation.drain()
-        for protocol in simulation.protocols:
-            assert protocol.averagings == most if protocol.is_active else protocol.averagings <= 2 * most
-    # what the network was too slow for is not caught up on
+@pytest.mark.parametrize(("rate", "most"), [(1.0, 50), (0.5, 25), (2.0, 100)])
+def test_averages_are_bounded_by_the_steps(rate: float, most: int) -> None:
+    simulation = Simulation(bipartite_complete(4), averagings_per_step=rate)
+    for _ in range(50):
+        simulation.train(400)
+    simulation.drain()
+    for protocol in simulation.protocols:
+        assert protocol.averagings == most if protocol.is_active else protocol.averagings <= 2 * most
+
+
+def test_what_the_network_was_too_slow_for_is_not_caught_up_on() -> None:
     simulation = Simulation(bipartite_complete(2), averagings_per_step=1.0)
     for _ in range(10):
         simulation.protocols[1].count_step()
     simulation.drain(500)
     assert simulation.protocols[1].averagings == 1
+
+
+def test_ranks_without_steps_do_not_average() -> None:
     idle = Simulation(bipartite_complete(5), averagings_per_step=1.0, timeout=10.0)
     idle.drain(10_000)
     assert all(protocol.averagings == 0 for protocol in idle.protocols)
+
+
+def test_a_pause_of_all_ranks_is_no_lost_rank() -> None:
     stopped = Simulation(bipartite_complete(2), averagings_per_step=1.0, timeout=1.0)
     stopped.run(500)
     stopped.now += 10_000
     stopped.drain(500)
+
+
+def test_messages_are_as_long_as_documented() -> None:
     simulation = Simulation(bipartite_complete(4), numel=101)
     simulation.drain(200)
     header = 8 * (6 + 4)
@@ -253,19 +264,29 @@ def test_a_flipped_bit_is_noticed(number: int, monkeypatch: pytest.MonkeyPatch) 
             simulation.drain()
 
 
-def test_bipartite_complete_has_all_pairs_and_a_bipartite_subgraph_both_directions_of_an_edge() -> None:
-    for topology in map(bipartite_complete, range(1, 18)):
-        assert topology.is_symmetric
-        for rank in range(topology.size):
-            peers = peer_schedule(bipartite_subgraph(topology), rank)
-            assert sorted(peers) == [p for p in range(topology.size) if (p - rank) % 2], (topology.size, rank)
+@pytest.mark.parametrize("size", range(1, 18))
+def test_bipartite_complete_has_all_pairs_of_an_odd_with_an_even_rank(size: int) -> None:
+    topology = bipartite_complete(size)
+    assert topology.is_symmetric
+    for rank in range(size):
+        peers = peer_schedule(bipartite_subgraph(topology), rank)
+        assert sorted(peers) == [p for p in range(size) if (p - rank) % 2], rank
+
+
+def test_a_bipartite_subgraph_has_each_edge_in_both_directions() -> None:
     assert peer_schedule(bipartite_subgraph(gossip.ring(4)), 1) == (2, 0)
     assert set(peer_schedule(bipartite_subgraph(gossip.ring(5)), 3)) == {2, 4}
+
+
+def test_the_bipartite_subgraph_of_a_bipartite_graph_is_the_graph() -> None:
     graph = gossip.bipartite_exponential(8)
     assert peer_schedule(bipartite_subgraph(graph), 1) == peer_schedule(graph, 1)
-    for graph in (gossip.star(4), gossip.hierarchical(8, 2)):
-        with pytest.raises(TopologyError, match=r"never reaches ranks \[.*bipartite_complete"):
-            bipartite_subgraph(graph)
+
+
+@pytest.mark.parametrize("graph", [gossip.star(4), gossip.hierarchical(8, 2)], ids=["star", "hierarchical"])
+def test_a_graph_whose_bipartite_subgraph_does_not_connect_the_ranks_is_refused(graph: Topology) -> None:
+    with pytest.raises(TopologyError, match=r"never reaches ranks \[.*bipartite_complete"):
+        bipartite_subgraph(graph)
 
 
 class AgreedTransport:
@@ -311,7 +332,7 @@ def steps(own: Any, z: Any, number: Any) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_threads_train_synchronize_and_resume(size: Any) -> None:
+def test_steps_of_all_threads_count_over_pauses(size: Any) -> None:
     def body(rank: Any, own: Any, z: Any) -> Any:
         for number in (1, 20, 0, 5):
             steps(own, z, number)
@@ -328,14 +349,19 @@ def test_threads_train_synchronize_and_resume(size: Any) -> None:
     assert float(sum(models)[0]) == pytest.approx(26 * size, rel=1e-5)
 
 
-def test_a_state_goes_on_where_it_was_and_a_rank_without_a_step_in_an_epoch_holds_nobody_up() -> None:
+@pytest.fixture
+def saved() -> Any:
+    """The states of 2 ranks after 5 steps of each."""
+
     def start(rank: Any, own: Any, z: Any) -> Any:
         steps(own, z, 5)
         own.synchronize_messages()
         return own.state_dict()
 
-    saved, _ = together(2, start)
+    return together(2, start)[0]
 
+
+def test_a_state_goes_on_where_it_was(saved: Any) -> None:
     def body(rank: Any, own: Any, z: Any) -> Any:
         own.synchronize_messages()
         own.load_state_dict(saved[rank])
@@ -343,13 +369,23 @@ def test_a_state_goes_on_where_it_was_and_a_rank_without_a_step_in_an_epoch_hold
         own.resume()
         steps(own, z, 1)
         own.synchronize_messages()
-        assert own.progress == 12
+        return own.progress
+
+    assert together(2, body)[0] == [12, 12]
+
+
+def test_a_state_of_another_algorithm_or_model_is_refused(saved: Any) -> None:
+    def body(rank: Any, own: Any, z: Any) -> Any:
+        own.synchronize_messages()
         refuse("state of another algorithm", own.load_state_dict, {"z": saved[0]["x"], "steps": 3})
         refuse(r"x has shape \(2,\), not \(11,\)", own.load_state_dict, {"x": torch.zeros(2), "steps": 3})
 
     together(2, body)
 
-    # It has gone on as the others have, or they would wait for its answers until the timeout.
+
+def test_nobody_waits_for_a_rank_without_a_step_in_an_epoch() -> None:
+    """It has gone on as the others have, or they would wait for its messages until the timeout."""
+
     def idle(rank: Any, own: Any, z: Any) -> Any:
         for _ in range(3):
             own.synchronize_messages()
@@ -366,7 +402,7 @@ def optimizer_of(p: Any, transport: Any, lr: float) -> LocalOptimizer:
     return LocalOptimizer(inner, [("p", p)], ADPSGD(timeout=patient(20)), transport=transport)
 
 
-def test_closing_receives_what_is_on_its_way_and_no_rank_trains_before_all_are_connected() -> None:
+def test_closing_receives_what_is_on_its_way() -> None:
     """Also on ranks that close long before others do. Each step adds one to its rank's model."""
     world = ChannelWorld(3)
 
@@ -384,6 +420,9 @@ def test_closing_receives_what_is_on_its_way_and_no_rank_trains_before_all_are_c
 
     assert float(total(in_threads(3, on_rank))[0]) == pytest.approx(60, rel=1e-5)
     assert world.in_flight == world.pending_receives == 0
+
+
+def test_no_rank_trains_before_all_are_connected() -> None:
     channels, connected = ChannelWorld(2), threading.Event()
 
     def connecting(transport: Any) -> None:
@@ -401,7 +440,7 @@ def test_closing_receives_what_is_on_its_way_and_no_rank_trains_before_all_are_c
     LockstepWorld(2).run(connecting)
 
 
-def test_weights_that_are_loaded_are_the_start_and_later_changes_are_kept() -> None:
+def test_changes_of_a_rank_s_weights_by_the_user_are_kept() -> None:
     """Before the first step, during a pause, and between two steps."""
     world = ChannelWorld(2)
 
@@ -427,12 +466,16 @@ def test_weights_that_are_loaded_are_the_start_and_later_changes_are_kept() -> N
     torch.testing.assert_close(mean[:, 0], torch.tensor([0.1, 1.1, 0.7, 1.7]))
 
 
-def test_errors_of_the_user_and_a_failure_in_one_thread_is_one_of_every_rank() -> None:
+def test_arguments_that_cannot_be_are_refused() -> None:
     (channel,) = ChannelWorld(1).channels
-    own, z, refused = ADPSGD(), torch.zeros(3), partial(check_refusals, kind=RuntimeError)
-    refuse("for 2 ranks, not for 1", begin, ADPSGD(lambda size: gossip.full(2)), z, channel)
+    refuse("for 2 ranks, not for 1", begin, ADPSGD(lambda size: gossip.full(2)), torch.zeros(3), channel)
     refuse("averagings_per_step", ADPSGD, averagings_per_step=0)
     refuse("timeout", ADPSGD, timeout=0)
+
+
+def test_calls_in_a_wrong_order_are_refused() -> None:
+    (channel,) = ChannelWorld(1).channels
+    own, z, refused = ADPSGD(), torch.zeros(3), partial(check_refusals, kind=RuntimeError)
     refused((own.synchronize_messages, "not been started"))
     begin(own, z, channel)
     refused((lambda: begin(own, z, channel), "started"))
@@ -445,6 +488,8 @@ def test_errors_of_the_user_and_a_failure_in_one_thread_is_one_of_every_rank() -
     own.close()
     refused((own.begin_step, "closed"))
 
+
+def test_a_failure_in_the_thread_of_a_rank_is_an_error_of_every_rank() -> None:
     def body(rank: Any, own: Any, z: Any) -> Any:
         if rank == 1:
             own._protocol.channel.isend = Mock(side_effect=OSError("the cable is cut"))

@@ -30,8 +30,10 @@ def stepped(transport: Any, algorithm: Any, steps: Any) -> Any:
     return own
 
 
-def test_between_exchanges_every_rank_trains_alone_and_knows_differences_of_public_copies() -> None:
-    def body(transport: Any, average_every: int) -> Any:
+def sent_in_steps(average_every: int) -> list[tuple[list[int], float]]:
+    """By rank of 3, the bytes until each of 7 steps, and the ratio. A rank trains alone until an exchange."""
+
+    def body(transport: Any) -> tuple[list[int], float]:
         own = Trained(transport, contrib.CHOCO(quantizer=contrib.TopK(0.25), average_every=average_every))
         alone, sent = Trained(transport, OuterSteps(100)), []
         for step in range(7):
@@ -42,11 +44,17 @@ def test_between_exchanges_every_rank_trains_alone_and_knows_differences_of_publ
         own.finish()
         return sent, own.algorithm.compress_ratio
 
-    every_third, every = (on(3, partial(body, average_every=n)) for n in (3, 1))
-    for (sent, ratio), ((one, *_), plain) in zip(every_third, every, strict=True):
+    return on(3, body)
+
+
+def test_between_exchanges_every_rank_trains_alone() -> None:
+    for (sent, ratio), ((one, *_), plain) in zip(sent_in_steps(3), sent_in_steps(1), strict=True):
         assert sent == [0, 0, one, one, one, 2 * one, 2 * one] and ratio == plain / 3
 
-    # d_i is the sum over j of W_ij (xhat_j - xhat_i), and the error is x - xhat.
+
+def test_a_rank_knows_the_differences_of_public_copies() -> None:
+    """d_i is the sum over j of W_ij (xhat_j - xhat_i), and the error is x - xhat."""
+
     def differences_of(transport: Any) -> Any:
         own = stepped(transport, contrib.CHOCO(), 15).algorithm
         assert off(next(iter(own.errors())), own.z - own.xhat) < 1e-6
@@ -58,21 +66,24 @@ def test_between_exchanges_every_rank_trains_alone_and_knows_differences_of_publ
     assert float(sum(differences).abs().max()) < 1e-5
 
 
-def test_after_an_average_over_all_ranks_no_error_remains_and_a_model_that_is_not_finite_is_named() -> None:
+@pytest.mark.parametrize("outer", [None, SlowMo()], ids=["mean", "SlowMo"])
+def test_after_an_average_over_all_ranks_no_error_remains(outer: Any) -> None:
     def body(own: Any) -> Any:
         own.steps(4)
         assert not next(iter(own.algorithm.errors())).any()
         return own.z.clone()
 
+    models = each(3, lambda: OuterSteps(4, contrib.CHOCO(), outer), body)
+    assert same(models, [models[0]] * 3)
+
+
+def test_a_rank_with_a_model_that_is_not_finite_is_named() -> None:
     def spoilt(own: Any) -> None:
         if own.rank == 1:
             own.z[7] = float("nan")
         own.only_gossip()
         own.finish()
 
-    for outer in (None, SlowMo()):
-        models = each(3, lambda outer=outer: OuterSteps(4, contrib.CHOCO(), outer), body)
-        assert same(models, [models[0]] * 3)
     with pytest.raises(PayloadError, match="rank 1 sent values that are not finite"):
         each(3, contrib.CHOCO, spoilt)
 
@@ -122,7 +133,7 @@ def test_states_of_another_graph_or_algorithm_are_refused(transport: Any) -> Non
     )
 
 
-def test_a_difference_of_rank_1_is_gone_after_a_step_and_both_ends_of_an_edge_have_the_same_factor() -> None:
+def test_a_difference_of_rank_1_is_gone_after_a_step() -> None:
     def differ(own: Any) -> Any:
         generator = torch.Generator().manual_seed(own.rank)
         for p in own.model.parameters():
@@ -132,62 +143,101 @@ def test_a_difference_of_rank_1_is_gone_after_a_step_and_both_ends_of_an_edge_ha
         own.only_gossip()
         return own.finish()
 
+    assert off(*each(2, contrib.PowerGossip, differ)) < 1e-4
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_ends_of_an_edge_have_the_same_factor(size: int) -> None:
     def factors_of(transport: Any) -> Any:
         edges = stepped(transport, contrib.PowerGossip(rank=2, num_iters_per_step=1), 7).algorithm._edges.items()
         return {peer: (edge.even, torch.cat([f.view(-1) for f in edge.factors])) for peer, edge in edges}
 
-    assert off(*each(2, contrib.PowerGossip, differ)) < 1e-4
-    for size in (2, 4):
-        found = on(size, factors_of)
-        for i, edges in enumerate(found):
-            for j, (even, factors) in edges.items():
-                assert not even and torch.equal(factors, found[j][i][1])
+    found = on(size, factors_of)
+    for i, edges in enumerate(found):
+        for j, (even, factors) in edges.items():
+            assert not even and torch.equal(factors, found[j][i][1])
 
 
-def test_factors_stay_orthonormal_and_matrices_have_the_memory_order_of_their_tensors() -> None:
-    noise = orthonormal(torch.randn(30, 3), torch.zeros(30, 3))
-    column = torch.randn(30, 1)
-    alike = column * torch.tensor([1.0, 2.0, 0.0])
-    for Y in (torch.zeros(30, 3), alike, 1e-35 * torch.randn(30, 3), 1e30 * noise):
-        Q = orthonormal(Y, noise)
-        assert off(Q.T @ Q, torch.eye(3)) < 1e-5
-    Q = orthonormal(column.expand(30, 3), noise)
-    assert off(Q @ (Q.T @ column), column) < 1e-4
-    none = (((40,), (1,)), ((1, 40), (40, 1)), ((0, 5), (5, 1)), ((), ()))
-    for size, stride, rank, expected in (
+NOISE = orthonormal(torch.randn(30, 3, generator=torch.Generator().manual_seed(1)), torch.zeros(30, 3))
+COLUMN = torch.randn(30, 1, generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize(
+    "Y",
+    [
+        torch.zeros(30, 3),
+        COLUMN * torch.tensor([1.0, 2.0, 0.0]),
+        1e-35 * torch.randn(30, 3, generator=torch.Generator().manual_seed(3)),
+        1e30 * NOISE,
+    ],
+    ids=["zeros", "dependent", "tiny", "huge"],
+)
+def test_factors_stay_orthonormal(Y: torch.Tensor) -> None:
+    Q = orthonormal(Y, NOISE)
+    assert off(Q.T @ Q, torch.eye(3)) < 1e-5
+
+
+def test_orthonormal_factors_span_the_columns() -> None:
+    Q = orthonormal(COLUMN.expand(30, 3), NOISE)
+    assert off(Q @ (Q.T @ COLUMN), COLUMN) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("size", "stride", "rank", "expected"),
+    [
         ((8, 5), (5, 1), 1, (3, 8, 5, 1)),
         ((8, 5), (1, 8), 1, (3, 5, 8, 1)),
         ((8, 4, 3, 3), (36, 1, 12, 4), 1, (3, 8, 36, 1)),
         ((8, 5), (5, 1), 4, None),
-        *((size, stride, 1, None) for size, stride in none),
-    ):
-        found = as_matrix(Segment("", 3, torch.Size(size).numel(), size, stride), rank, 2)
-        assert (found and (found.offset, found.n, found.m, found.r)) == expected, (size, stride, rank)
+        ((40,), (1,), 1, None),
+        ((1, 40), (40, 1), 1, None),
+        ((0, 5), (5, 1), 1, None),
+        ((), (), 1, None),
+    ],
+)
+def test_a_matrix_has_the_memory_order_of_its_tensor(size: Any, stride: Any, rank: int, expected: Any) -> None:
+    found = as_matrix(Segment("", 3, torch.Size(size).numel(), size, stride), rank, 2)
+    assert (found and (found.offset, found.n, found.m, found.r)) == expected
 
 
 UNEVEN = gossip.mixing_from_weights([[[0.5, 0.25, 0.25], [0.25, 0.75, 0.0], [0.25, 0.0, 0.75]]])
 SKEWED = gossip.mixing_from_weights([[[0.5, 0.3, 0.2], [0.2, 0.5, 0.3], [0.3, 0.2, 0.5]]])
 
 
-def test_graphs_and_options_that_cannot_be_are_refused() -> None:
-    def starting(make: Any, size: int, local_size: Any = None) -> Any:
-        return lambda: on(size, lambda transport: Trained(transport, make()), local_size)
+def start(make: Any, size: int, local_size: Any = None) -> None:
+    on(size, lambda transport: Trained(transport, make()), local_size)
 
-    changing, slices = gossip.bipartite_exponential, "slices of a model, which have no matrices"
-    graphs: list[tuple[Any, int, str]] = [
+
+CHANGING, SLICES = gossip.bipartite_exponential, "slices of a model, which have no matrices"
+
+
+@pytest.mark.parametrize(
+    ("make", "size", "words"),
+    [
         (lambda: gossip.DPSGD(gossip.star), 4, "the shares that rank 0 receives sum to"),
-        (lambda: gossip.SGP(changing), 3, "even number of ranks"),
+        (lambda: gossip.SGP(CHANGING), 3, "even number of ranks"),
         (lambda: gossip.SGP(lambda n: gossip.ring(n + 1)), 3, "is for 4 ranks, not for 3"),
-        (lambda: contrib.CHOCO(changing), 8, "but they change: use ring with peers=2, grid"),
+        (lambda: contrib.CHOCO(CHANGING), 8, "but they change: use ring with peers=2, grid"),
         (lambda: contrib.CHOCO(gossip.ring), 4, "edges in both directions, .* use ring with peers=2"),
         (lambda: contrib.CHOCO(lambda n: gossip.two_way_ring(n + 1)), 4, "is for 5 ranks, not for 4"),
         (lambda: contrib.CHOCO(gossip.star, gossip.uniform), 4, "the shares that rank 0 receives sum to"),
         (lambda: contrib.CHOCO(gossip.full, SKEWED), 3, "the same weight at both ends of an edge: use"),
         (lambda: contrib.PowerGossip(gossip.n_peer_exponential), 8, "or a graph of pairs"),
-    ]
-    check_refusals(*((starting(make, size), words) for make, size, words in graphs), kind=TopologyError)
-    starting(lambda: contrib.CHOCO(gossip.star, UNEVEN), 3)()
-    options: list[tuple[Any, str]] = [
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_graph_that_an_algorithm_cannot_use_is_refused(make: Any, size: int, words: str) -> None:
+    with pytest.raises(TopologyError, match=words):
+        start(make, size)
+
+
+def test_weights_that_are_equal_at_both_ends_of_each_edge_are_accepted() -> None:
+    start(lambda: contrib.CHOCO(gossip.star, UNEVEN), 3)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
         (lambda: gossip.OSGP(synch_freq=-1), "synch_freq must be 0 or more"),
         (lambda: gossip.SGP(graph_from_epoch={-1: None}), "counts epochs from 0"),
         (lambda: contrib.CHOCO(gamma=0.0), "gamma must be a step size"),
@@ -195,10 +245,14 @@ def test_graphs_and_options_that_cannot_be_are_refused() -> None:
         (lambda: contrib.TopK(0.1, "fp8"), "must be fp16 or bf16"),
         (lambda: contrib.PowerGossip(rank=0), "must be at least 1"),
         (lambda: contrib.PowerGossip(rank=9), "would send all 4 tensors uncompressed"),
-        (lambda: gossip.HierarchicalGossip(contrib.PowerGossip()), slices),
-        (lambda: gossip.HierarchicalGossip(OuterSteps(4, contrib.PowerGossip())), slices),
-    ]
-    check_refusals(*((starting(make, 4, 2), words) for make, words in options))
+        (lambda: gossip.HierarchicalGossip(contrib.PowerGossip()), SLICES),
+        (lambda: gossip.HierarchicalGossip(OuterSteps(4, contrib.PowerGossip())), SLICES),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_an_option_that_cannot_be_is_refused(make: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        start(make, 4, 2)
 
 
 def test_a_state_with_nan_is_refused() -> None:

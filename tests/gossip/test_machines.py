@@ -37,20 +37,22 @@ def test_without_gradients_the_mean_over_machines_is_kept(base: Any, size: Any, 
     assert max(off(z, wanted) for z in ends) < max(off(z, wanted) for z in starts)
 
 
-@pytest.mark.parametrize("base", BASES.values(), ids=BASES)
-def test_it_learns_and_a_machine_has_one_model(base: Any) -> None:
-    def body(own: Any) -> Any:
-        models, losses = [], []
-        for _ in range(40):
-            own.optimizer.zero_grad()
-            models.append(own.z.clone())
-            losses.append(own.step())
-        with own.optimizer.consensus():
-            loss = float(own.loss().detach())
-        buffers = [own.optimizer.inner.state[p]["momentum_buffer"] for p in own.model.parameters()]
-        return losses[0], loss, [*models, *buffers, own.z.clone()]
+def train_40_steps(own: Any) -> tuple[float, float, list[torch.Tensor]]:
+    """The loss before and after them, and all models and momenta."""
+    models, losses = [], []
+    for _ in range(40):
+        own.optimizer.zero_grad()
+        models.append(own.z.clone())
+        losses.append(own.step())
+    with own.optimizer.consensus():
+        loss = float(own.loss().detach())
+    buffers = [own.optimizer.inner.state[p]["momentum_buffer"] for p in own.model.parameters()]
+    return losses[0], loss, [*models, *buffers, own.z.clone()]
 
-    before, ends, models = zip(*each(6, of_machines(base), body, 3), strict=True)
+
+@pytest.mark.parametrize("base", BASES.values(), ids=BASES)
+def test_it_learns_with_one_model_per_machine(base: Any) -> None:
+    before, ends, models = zip(*each(6, of_machines(base), train_40_steps, 3), strict=True)
     assert mean(ends) < 0.4 * mean(before)
     assert all(same(models[rank], models[rank - rank % 3]) for rank in range(6))
 
@@ -74,17 +76,23 @@ def test_machines_are_ranks_with_the_mean_gradient(base: Any, size: Any, local: 
         assert farthest(machines, [single[rank // local] for rank in range(size)]) < 1e-5
 
 
-def test_one_rank_per_machine_and_one_machine() -> None:
-    """The first is the base itself, the others all-reduce SGD. Optimizers between machines have own names."""
+def test_optimizers_between_machines_have_names_of_their_own() -> None:
     transport = LockstepWorld(2, 1).transports[0]
     transports = (CrossMachineTransport(transport), CrossMachineTransport(transport), transport)
     assert [unique_prefix(t) for t in transports] == ["dgc0", "dgc1", "dgc2"]
-    for size, local in ((3, 1), (3, 3), (1, 1)):
-        plain = after(8, SGP if local == 1 else partial(SGP, None), size)
-        assert farthest(after(8, of_machines(SGP), size, local), plain) < 1e-5
 
 
-def test_gradients_that_are_not_finite_drop_the_step_of_a_machine_and_others_may_be_missing() -> None:
+def test_with_one_rank_per_machine_it_is_the_base() -> None:
+    assert farthest(after(8, of_machines(SGP), 3, 1), after(8, SGP, 3)) < 1e-5
+
+
+@pytest.mark.parametrize("size", [3, 1])
+def test_on_one_machine_it_is_all_reduce_sgd(size: int) -> None:
+    plain = after(8, SGP if size == 1 else partial(SGP, None), size)
+    assert farthest(after(8, of_machines(SGP), size, size), plain) < 1e-5
+
+
+def test_a_gradient_that_is_not_finite_drops_the_step_of_its_machine() -> None:
     def body(own: Any) -> Any:
         own.step()
         before = own.z.clone()
@@ -101,6 +109,10 @@ def test_gradients_that_are_not_finite_drop_the_step_of_a_machine_and_others_may
         found = each(4, of_machines(partial(OuterSteps, 100)), body, 2)
     assert [moved for moved, _ in found] == [False, False, True, True]
     assert torch.equal(found[0][1], found[1][1]) and bool(found[0][1].isfinite().all())
+
+
+def test_a_gradient_that_is_missing_on_a_rank_counts_as_zero() -> None:
+    """One that is missing on all ranks of a machine moves nothing."""
 
     def missing(own: Any) -> Any:
         own.optimizer.zero_grad()

@@ -1,6 +1,5 @@
 """Topologies and averages over them: laws for all, the published schedules, exact means, refused arguments."""
 
-from itertools import product
 from typing import Any
 
 import pytest
@@ -22,8 +21,7 @@ def schedule(topology: Any, rank: int = 0) -> Any:
 
 
 @at_every_size(ROWS, SIZES)
-def test_in_peers_mirror_out_peers_and_rounds_keep_sums_and_converge_to_the_mean(row: Any, size: Any) -> None:
-    """Equal shares keep the sum over ranks, Metropolis weights every rank's total too."""
+def test_in_peers_mirror_out_peers(row: Any, size: Any) -> None:
     topology = row.make(size)
     assert topology.size == size
     for t in range(2 * topology.period + 1):
@@ -31,12 +29,25 @@ def test_in_peers_mirror_out_peers_and_rounds_keep_sums_and_converge_to_the_mean
         assert sent == {(peer, rank) for rank in range(size) for peer in topology.in_peers(rank, t)}
         assert topology.out_peers(0, t) == topology.out_peers(0, t + topology.period)
     assert topology.is_symmetric or not row.pairs
-    check_mixing(topology, uniform, doubly_stochastic=row.doubly_stochastic or size < 3)
+
+
+@at_every_size(ROWS, SIZES)
+def test_equal_shares_keep_the_sum_over_ranks(row: Any, size: Any) -> None:
+    check_mixing(row.make(size), uniform, doubly_stochastic=row.doubly_stochastic or size < 3)
+
+
+@at_every_size(ROWS, SIZES)
+def test_metropolis_weights_of_symmetric_graphs_keep_every_rank_s_total(row: Any, size: Any) -> None:
+    topology = row.make(size)
     if topology.is_symmetric:
         check_mixing(topology, metropolis, doubly_stochastic=True)
     else:
         with pytest.raises(TopologyError, match="symmetric"):
             check_mixing(topology, metropolis)
+
+
+@at_every_size(ROWS, SIZES)
+def test_rounds_of_push_sum_are_products_with_the_mixing_matrices(row: Any, size: Any) -> None:
     graph, own = row.make(size), values(size, shape=(3,))
     states = [initial_state(x) for x in own]
     for t in range(4):
@@ -47,39 +58,58 @@ def test_in_peers_mirror_out_peers_and_rounds_keep_sums_and_converge_to_the_mean
     torch.testing.assert_close(w, P.sum(1))
     torch.testing.assert_close(x.sum(0), sum(own), rtol=0, atol=1e-12)
     assert float(w.sum()) == pytest.approx(size, abs=1e-12)
+
+
+@at_every_size(ROWS, SIZES)
+def test_many_rounds_converge_to_the_mean(row: Any, size: Any) -> None:
     P = long_product(row.make(size), uniform)
     mean = torch.full_like(P, 1 / size)
     torch.testing.assert_close(P / P.sum(1, keepdim=True), mean, rtol=0, atol=1e-6)
     assert row.pairs or not row.doubly_stochastic or bool((P.sum(1) - 1).abs().max() < 1e-9)
-    if row.pairs:
-        torch.testing.assert_close(long_product(row.make(size), metropolis), mean, rtol=0, atol=1e-6)
 
 
-def test_published_schedules_and_a_matching_repeats_with_its_seed() -> None:
-    for topology, expected in (
-        (gossip.n_peer_exponential(8), [(1,), (2,), (4,)]),
-        (gossip.n_peer_exponential(9), [(1,), (2,), (4,), (8,)]),
-        (gossip.n_peer_exponential(9, 2), [(1, 2), (3, 6)]),
-        (gossip.n_peer_exponential(243, 2), [(3**i, 2 * 3**i) for i in range(5)]),
-        (gossip.exponential(8), [(1,), (7,), (2,), (6,), (4,)]),
-        (gossip.exponential(8, order="later"), [(1,), (7,), (2,), (6,), (4,), (4,)]),
-        (gossip.linear(6), [(1,), (5,), (3,)]),
-        (gossip.linear(6, order="later"), [(1,), (5,), (3,), (3,), (5,), (1,)]),
-        (gossip.ring(5), [(1,)]),
-        (gossip.ring(5, 2), [(1, 4)]),
-        (gossip.bipartite_exponential(8, order="later"), [(1,), (7,), (3,), (5,), (5,), (3,)]),
-        (gossip.bipartite_exponential(8), [(7,), (1,), (5,), (3,)]),
-        (gossip.bipartite_linear(4), [(3,), (1,)]),
-        (gossip.static_exponential(6), [(1, 2, 4)]),
-    ):
-        assert schedule(topology) == expected, topology.name
-    # An active rank takes plus first. Machines mix within and then between.
+@at_every_size([row for row in ROWS if row.pairs], SIZES)
+def test_many_rounds_with_metropolis_weights_converge_to_the_mean(row: Any, size: Any) -> None:
+    P = long_product(row.make(size), metropolis)
+    torch.testing.assert_close(P, torch.full_like(P, 1 / size), rtol=0, atol=1e-6)
+
+
+SCHEDULES: list[tuple[Topology, int, list[tuple[int, ...]]]] = [
+    (gossip.n_peer_exponential(8), 0, [(1,), (2,), (4,)]),
+    (gossip.n_peer_exponential(9), 0, [(1,), (2,), (4,), (8,)]),
+    (gossip.n_peer_exponential(9, 2), 0, [(1, 2), (3, 6)]),
+    (gossip.n_peer_exponential(243, 2), 0, [(3**i, 2 * 3**i) for i in range(5)]),
+    (gossip.exponential(8), 0, [(1,), (7,), (2,), (6,), (4,)]),
+    (gossip.exponential(8, order="later"), 0, [(1,), (7,), (2,), (6,), (4,), (4,)]),
+    (gossip.linear(6), 0, [(1,), (5,), (3,)]),
+    (gossip.linear(6, order="later"), 0, [(1,), (5,), (3,), (3,), (5,), (1,)]),
+    (gossip.ring(5), 0, [(1,)]),
+    (gossip.ring(5, 2), 0, [(1, 4)]),
+    (gossip.bipartite_exponential(8, order="later"), 0, [(1,), (7,), (3,), (5,), (5,), (3,)]),
+    (gossip.bipartite_exponential(8), 0, [(7,), (1,), (5,), (3,)]),
+    (gossip.bipartite_exponential(8), 1, [(2,), (0,), (4,), (6,)]),  # an active rank takes plus first
+    (gossip.bipartite_linear(4), 0, [(3,), (1,)]),
+    (gossip.static_exponential(6), 0, [(1, 2, 4)]),
+    (gossip.hierarchical(8, 2), 3, [(2,), (5,), (2,), (7,)]),  # within the machine, then between machines
+]
+
+
+@pytest.mark.parametrize(
+    ("topology", "rank", "expected"), SCHEDULES, ids=lambda of: of.name if isinstance(of, Topology) else ""
+)
+def test_schedules_are_as_published(topology: Any, rank: int, expected: Any) -> None:
+    assert schedule(topology, rank) == expected
+
+
+def test_a_random_matching_repeats_with_its_seed() -> None:
     first, again, other = (gossip.random_matching(9, seed) for seed in (1, 1, 2))
     assert schedule(first) == schedule(again) != schedule(other)
-    assert len(set(schedule(first))) > 4
-    assert () in schedule(first), "one of nine ranks has no peer"
-    assert schedule(gossip.bipartite_exponential(8), rank=1) == [(2,), (0,), (4,), (6,)]
-    assert schedule(gossip.hierarchical(8, 2), rank=3) == [(2,), (5,), (2,), (7,)]
+
+
+def test_a_random_matching_has_other_pairs_in_other_rounds() -> None:
+    rounds = schedule(gossip.random_matching(9, 1))
+    assert len(set(rounds)) > 4
+    assert () in rounds, "one of nine ranks has no peer"
 
 
 @at_every_size([row for row in ROWS if "bipartite" in row.name], SIZES)
@@ -123,23 +153,41 @@ def test_unusable_graphs_are_one_clear_error() -> None:
     )
 
 
-def test_a_users_weights_are_a_graph_and_its_shares_and_preserve_the_sum() -> None:
-    P = [[0.5, 0.25, 0.0], [0.5, 0.5, 0.5], [0.0, 0.25, 0.5]]
-    topology, mixing = gossip.from_weights([P]), mixing_from_weights([P])
+P_OF_USER = [[0.5, 0.25, 0.0], [0.5, 0.5, 0.5], [0.0, 0.25, 0.5]]
+
+
+def test_a_users_weights_are_a_graph() -> None:
+    topology = gossip.from_weights([P_OF_USER])
     assert [topology.out_peers(rank, 0) for rank in range(3)] == [(1,), (0, 2), (1,)]
+
+
+def test_a_users_weights_are_the_shares() -> None:
+    topology, mixing = gossip.from_weights([P_OF_USER]), mixing_from_weights([P_OF_USER])
     check_mixing(topology, mixing)
-    assert mixing_matrix(topology, mixing, 5).tolist() == P
+    assert mixing_matrix(topology, mixing, 5).tolist() == P_OF_USER
+
+
+def test_a_users_weights_whose_rows_do_not_sum_to_one_are_not_doubly_stochastic() -> None:
+    topology, mixing = gossip.from_weights([P_OF_USER]), mixing_from_weights([P_OF_USER])
     with pytest.raises(TopologyError, match="the shares that rank 1 receives sum to 1.5"):
         check_mixing(topology, mixing, doubly_stochastic=True)
-    for i, j, value, words in (
+
+
+@pytest.mark.parametrize(
+    ("i", "j", "value", "words"),
+    [
         (0, 0, 0.6, "the shares that rank 0 sends sum to 1.1"),
         (2, 1, -0.25, "negative"),
         (1, 1, 0.0, "or keeps nothing"),
-    ):
-        changed = [list(row) for row in P]
-        changed[i][j] = value
-        with pytest.raises(TopologyError, match=words):
-            check_mixing(gossip.from_weights([changed]), mixing_from_weights([changed]))
+    ],
+)
+def test_a_users_weights_that_do_not_preserve_the_sum_are_refused(
+    i: int, j: int, value: float, words: str
+) -> None:
+    changed = [list(row) for row in P_OF_USER]
+    changed[i][j] = value
+    with pytest.raises(TopologyError, match=words):
+        check_mixing(gossip.from_weights([changed]), mixing_from_weights([changed]))
 
 
 def values(size: Any, dtype: Any = torch.float64, shape: Any = (5,)) -> Any:
@@ -167,37 +215,64 @@ def long_product(topology: Any, mixing: Any) -> Any:
     return torch.linalg.matrix_power(mixed(topology, mixing, topology.period), periods)
 
 
-def test_averages_of_every_dtype_and_shape_and_when_they_are_exact() -> None:
-    averages = (gossip.push_pull_average, gossip.push_sum_average)
-    pull, push = (averaged(average, values(5), 7, gossip.ring(5, 2))[0][3] for average in averages)
+AVERAGES = (gossip.push_pull_average, gossip.push_sum_average)
+
+
+def test_push_pull_averages_as_push_sum_on_a_symmetric_graph() -> None:
+    pull, push = (averaged(average, values(5), 7, gossip.ring(5, 2))[0][3] for average in AVERAGES)
     assert pull.allclose(push, rtol=0, atol=1e-12)
-    for average, dtype in product(averages, (torch.int64, torch.bool)):
-        with pytest.raises(ValueError, match=f"floating-point numbers, not {dtype}"):
-            averaged(average, [torch.ones(3).to(dtype)] * 2, 2, gossip.full(2))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
+@pytest.mark.parametrize("average", AVERAGES)
+def test_an_average_of_integers_is_refused(average: Any, dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match=f"floating-point numbers, not {dtype}"):
+        averaged(average, [torch.ones(3).to(dtype)] * 2, 2, gossip.full(2))
+
+
+def test_an_average_sends_the_values_with_a_weight_to_each_peer() -> None:
     _, meters = averaged(gossip.push_sum_average, values(8, torch.float32, (100,)), 3, gossip.exponential(8, 2))
     assert [meter.payload_bytes for meter in meters] == [3 * 2 * (24 + 400 + 8)] * 8
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        own = values(4, dtype, shape=(3, 1, 2))
-        kept = [x.clone() for x in own]
-        reached, _ = averaged(gossip.push_sum_average, own, 2, gossip.n_peer_exponential(4))
-        assert all(torch.equal(x, before) for x, before in zip(own, kept, strict=True))
-        for z in reached:
-            assert z.dtype == dtype and z.shape == (3, 1, 2)
-            torch.testing.assert_close(z.float(), (sum(x.float() for x in own) / 4), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_an_average_has_the_type_of_the_values(dtype: torch.dtype) -> None:
+    own = values(4, dtype, shape=(3, 1, 2))
+    reached, _ = averaged(gossip.push_sum_average, own, 2, gossip.n_peer_exponential(4))
+    for z in reached:
+        assert z.dtype == dtype and z.shape == (3, 1, 2)
+        torch.testing.assert_close(z.float(), (sum(x.float() for x in own) / 4), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_an_average_leaves_the_values_as_they_are(dtype: torch.dtype) -> None:
+    own = values(4, dtype, shape=(3, 1, 2))
+    kept = [x.clone() for x in own]
+    averaged(gossip.push_sum_average, own, 2, gossip.n_peer_exponential(4))
+    assert all(torch.equal(x, before) for x, before in zip(own, kept, strict=True))
+
+
+def test_one_rank_has_its_own_value_as_average() -> None:
     (single,) = averaged(gossip.push_sum_average, [torch.tensor(2.5)], 3, gossip.full(1))[0]
     assert float(single) == 2.5
-    for power in range(1, 7):
-        size = 2**power
-        given = [torch.full((1,), float(rank), dtype=torch.float64) for rank in range(size)]
-        reached, _ = averaged(gossip.push_sum_average, given, power, gossip.n_peer_exponential(size))
-        assert all(float(z) == (size - 1) / 2 for z in reached), "sums of halves are exact"
-        if power > 1:
-            early, _ = averaged(gossip.push_sum_average, given, power - 1, gossip.n_peer_exponential(size))
-            assert any(float(z) != (size - 1) / 2 for z in early)
-    for size in (2, 3, 4, 5, 8):
-        given = values(size)
-        for topology in (gossip.full(size), gossip.n_peer_exponential(size, size - 1)):
-            reached, _ = averaged(gossip.push_sum_average, given, 1, topology)
-            for z in reached:
-                torch.testing.assert_close(z, sum(given) / size, rtol=0, atol=1e-15)
-                assert torch.equal(z, reached[0]), "added in one order"
+
+
+@pytest.mark.parametrize("power", range(1, 7))
+def test_averages_of_a_power_of_two_of_ranks_are_exact_after_as_many_rounds(power: int) -> None:
+    size = 2**power
+    given = [torch.full((1,), float(rank), dtype=torch.float64) for rank in range(size)]
+    reached, _ = averaged(gossip.push_sum_average, given, power, gossip.n_peer_exponential(size))
+    assert all(float(z) == (size - 1) / 2 for z in reached), "sums of halves are exact"
+    if power > 1:
+        early, _ = averaged(gossip.push_sum_average, given, power - 1, gossip.n_peer_exponential(size))
+        assert any(float(z) != (size - 1) / 2 for z in early)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("graph", [gossip.full, lambda size: gossip.n_peer_exponential(size, size - 1)])
+def test_a_round_with_all_peers_is_exact(graph: Any, size: int) -> None:
+    given = values(size)
+    reached, _ = averaged(gossip.push_sum_average, given, 1, graph(size))
+    for z in reached:
+        torch.testing.assert_close(z, sum(given) / size, rtol=0, atol=1e-15)
+        assert torch.equal(z, reached[0]), "added in one order"

@@ -46,7 +46,7 @@ def check_the_mean(row: Any, size: Any, steps: Any) -> Any:
 
 
 @at_every_size([*nets.ROWS, *nets.MORE], nets.SIZES)
-def test_without_gradients_the_mean_is_kept_and_all_agree(row: Any, size: Any) -> None:
+def test_steps_without_gradients_converge_to_the_mean_of_the_models(row: Any, size: Any) -> None:
     if row in nets.MORE:
         assert check_the_mean(row, size, 80)[1] < 0.05
     else:
@@ -63,7 +63,7 @@ def test_many_ranks_keep_the_mean(row: Any, size: Any) -> None:
 
 
 @pytest.mark.parametrize("row", nets.ROWS, ids=lambda row: row.name)
-def test_training_learns_and_models_stay_close(row: Any) -> None:
+def test_training_learns_with_models_that_stay_close(row: Any) -> None:
     def body(own: Any) -> Any:
         losses = []
         for step in range(60):
@@ -96,23 +96,28 @@ def test_a_complete_graph_is_parameter_averaging() -> None:
         assert nets.farthest(nets.after(6, make, 4, make_optimizer=nets.muon), expected) < 1e-5
 
 
-def test_one_peer_and_a_powers_of_two_lose_no_bit_and_the_biased_ablation_is_biased() -> None:
+def test_one_peer_loses_no_bit_of_small_integers() -> None:
+    """Shares of 1/2, 4 ranks: sums of halves of small integers are exact."""
+
     def exact(own: Any) -> Any:
-        """Shares of 1/2, 4 ranks: sums of halves of small integers are exact."""
         own.z.copy_(torch.arange(own.z.numel()) + 100.0 * own.rank)
         own.only_gossip(9)
         return own.biased_parameters()
 
+    total = sum(nets.each(4, partial(OSGP, synch_freq=1), exact))
+    assert torch.equal(total, 4 * torch.arange(total.numel(), dtype=torch.float64) + 600)
+
+
+@pytest.mark.parametrize(("biased", "expected"), [(False, 1.0), (True, 0.5)])
+def test_the_biased_ablation_computes_gradients_at_half_of_the_model(biased: bool, expected: float) -> None:
+    """Half of a model is in flight while gradients are computed, and no weight corrects for it."""
+
     def share(own: Any) -> Any:
-        """Half of a model is in flight while gradients are computed, and no weight corrects for it."""
         start = own.z.clone()
         own.optimizer.zero_grad()
         return float(own.z.norm() / start.norm())
 
-    total = sum(nets.each(4, partial(OSGP, synch_freq=1), exact))
-    assert torch.equal(total, 4 * torch.arange(total.numel(), dtype=torch.float64) + 600)
-    for biased, expected in ((False, 1.0), (True, 0.5)):
-        assert nets.each(2, partial(OSGP, biased=biased), share) == [expected] * 2
+    assert nets.each(2, partial(OSGP, biased=biased), share) == [expected] * 2
 
 
 KEPT = [row for row in (*nets.ROWS, *nets.OUTER) if not row.by_timing]
@@ -137,8 +142,8 @@ def test_muon_goes_on_from_a_saved_state_bit_for_bit() -> None:
             nets.check_that_a_saved_state_goes_on(start, sizes[0], 14, 7, sizes[1])
 
 
-def test_slow_momentum_by_hand_and_of_muon_whichever_group_is_first() -> None:
-    """SlowMo reads the learning rate of one group. A schedule multiplies those of all by the same factor."""
+def test_slow_momentum_of_muon_does_not_depend_on_which_group_is_first() -> None:
+    """SlowMo reads the learning rate of one group. A schedule multiplies the rates of all by the same factor."""
 
     def body(own: Any) -> Any:
         for _ in range(8):
@@ -151,20 +156,28 @@ def test_slow_momentum_by_hand_and_of_muon_whichever_group_is_first() -> None:
     make = partial(OuterSteps, 2, None, SlowMo())
     assert nets.farthest(*(nets.each(2, make, body, make_optimizer=muon) for muon in optimizers)) < 1e-6
 
-    def second_step(outer: Any, key: str) -> float:
-        z0 = torch.tensor([1.0])
-        z0.grad, optimizer = torch.tensor([0.6]), outer([z0])
-        optimizer.state[z0][key] = torch.tensor([2.0])
-        optimizer.param_groups[0]["inner_lr"] = 0.1
-        optimizer.step()
-        return z0.item()
 
-    assert second_step(SlowMo(0.5, 1.0), "u") == pytest.approx(1.0 - 0.1 * (0.5 * 2.0 + 0.6 / 0.1))
-    nesterov = 1.0 - 0.7 * (0.6 + 0.9 * (1.8 + 0.6))
-    assert second_step(Nesterov(0.7, 0.9), "momentum_buffer") == pytest.approx(nesterov)
+@pytest.mark.parametrize(
+    ("outer", "key", "expected"),
+    [
+        (SlowMo(0.5, 1.0), "u", 1.0 - 0.1 * (0.5 * 2.0 + 0.6 / 0.1)),
+        (Nesterov(0.7, 0.9), "momentum_buffer", 1.0 - 0.7 * (0.6 + 0.9 * (1.8 + 0.6))),
+    ],
+    ids=["SlowMo", "Nesterov"],
+)
+def test_the_second_outer_step_is_as_computed_by_hand(outer: Any, key: str, expected: float) -> None:
+    z0 = torch.tensor([1.0])
+    z0.grad, optimizer = torch.tensor([0.6]), outer([z0])
+    optimizer.state[z0][key] = torch.tensor([2.0])
+    optimizer.param_groups[0]["inner_lr"] = 0.1
+    optimizer.step()
+    assert z0.item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("outer", [SlowMo(0.0), Nesterov(1.0, 0.0)], ids=["SlowMo", "Nesterov"])
+def test_without_momentum_an_outer_optimizer_takes_the_mean(outer: Any) -> None:
     plain = nets.after(12, partial(OuterSteps, 3), 3)
-    for outer in (SlowMo(0.0), Nesterov(1.0, 0.0)):
-        assert nets.farthest(plain, nets.after(12, partial(OuterSteps, 3, None, outer), 3)) < 1e-5
+    assert nets.farthest(plain, nets.after(12, partial(OuterSteps, 3, None, outer), 3)) < 1e-5
 
 
 @pytest.mark.parametrize("algorithm", [SGP, OSGP])
@@ -225,16 +238,21 @@ def test_metrics_have_the_weight_that_the_gradient_was_computed_with() -> None:
 
 
 @on_ranks(4)
-def test_a_new_graph_begins_at_its_first_round_and_a_rank_waits_after_synch_freq_steps(transport: Any) -> None:
-    """Messages that seem never to arrive are waited for in every third step."""
-    own, rounds, staleness = nets.Trained(transport, SGP(graph_from_epoch={1: gossip.exponential})), [], []
+def test_a_new_graph_begins_at_its_first_round(transport: Any) -> None:
+    own, rounds = nets.Trained(transport, SGP(graph_from_epoch={1: gossip.exponential})), []
     for epoch in range(2):
         own.optimizer.begin_epoch(epoch)
         rounds.append(own.algorithm.round)
         own.steps(3)
     own.finish()
     assert rounds == [0, 0]
-    own, transport.poll = nets.Trained(transport, OSGP(synch_freq=2)), lambda work: False
+
+
+@on_ranks(4)
+def test_a_rank_waits_for_a_message_after_synch_freq_steps(transport: Any) -> None:
+    """Messages that seem never to arrive are waited for in every third step."""
+    own, staleness = nets.Trained(transport, OSGP(synch_freq=2)), []
+    transport.poll = lambda work: False
     for _ in range(7):
         own.step()
         staleness.append(own.optimizer.metrics()["staleness"])
@@ -269,7 +287,7 @@ def test_a_step_without_zero_grad_before_it_is_an_error_unless_no_message_is_in_
         nets.each(size, make, taken)
 
 
-def test_zero_grad_twice_is_once_and_gradients_add_up_over_passes() -> None:
+def test_zero_grad_twice_is_as_once() -> None:
     def twice(own: Any) -> Any:
         for _ in range(5):
             own.optimizer.zero_grad()
@@ -277,6 +295,10 @@ def test_zero_grad_twice_is_once_and_gradients_add_up_over_passes() -> None:
             own.step()
         return own.finish()
 
+    assert nets.same(nets.each(3, OSGP, twice), nets.after(5, OSGP, 3))
+
+
+def test_gradients_add_up_over_the_passes_of_a_step() -> None:
     def in_passes(own: Any) -> Any:
         inputs, targets = own.inputs.split(10), own.targets.split(10)
         for _ in range(4):
@@ -286,8 +308,10 @@ def test_zero_grad_twice_is_once_and_gradients_add_up_over_passes() -> None:
             own.optimizer.step()
         return own.finish()
 
-    assert nets.same(nets.each(3, OSGP, twice), nets.after(5, OSGP, 3))
     assert nets.farthest(nets.each(3, SGP, in_passes), nets.after(4, SGP, 3)) < 1e-5
+
+
+def test_close_waits_for_all_ranks() -> None:
     seen = []
 
     def body(own: Any) -> None:
