@@ -1,6 +1,6 @@
-"""Backends of kernels that do not run on a CPU: a method asks for those of its bucket's device alone.
+"""Backends of kernels that do not run on a CPU: a method asks for the backend of its bucket's device alone.
 
-Tensors on the device "meta" stand for those of a GPU. They have no values, so a step ends where it reads one.
+Tensors on the device "meta" stand for tensors of a GPU. They have no values, so a step ends where it reads one.
 """
 
 from contextlib import suppress

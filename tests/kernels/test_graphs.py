@@ -179,34 +179,54 @@ def test_replays_have_the_same_bits(captured: Any, name: str) -> None:
     assert [own.replays for own in captured] == [5] and graph.captures == 1
 
 
-def test_new_ratio_and_addresses(captured: Any) -> None:
-    graph = StepGraph("bucket", CPU)
+@pytest.fixture
+def both_ranks() -> tuple[Rank, Rank]:
+    """A rank with a graph, and one without."""
     ratios: dict[str, Any] = {"warmup_epochs": 2, "warmup_coeff": [0.05, 0.02]}
-    ranks = [Rank(DGCCompressor(0.02, DGCSGDMemory(0.9), **ratios), given) for given in (graph, None)]
+    graph = StepGraph("bucket", CPU)
+    first, second = (Rank(DGCCompressor(0.02, DGCSGDMemory(0.9), **ratios), of) for of in (graph, None))
+    for rank in (first, second):
+        rank.states.begin_epoch(0)
+    return first, second
 
-    def run(numbers: range, moves: bool = False) -> None:
-        for number in numbers:
-            assert all(map(same_bits, *(rank.run(number, moves=moves) for rank in ranks))), number
 
-    def change_momentum(rank: Any) -> None:
-        rank.states.compressor = rank.states.compressor.changed(memory=DGCSGDMemory(0.8))
+def check_steps(ranks: tuple[Rank, Rank], numbers: range, moves: bool = False) -> None:
+    """The steps of these numbers have the same bits with a graph and without."""
+    for number in numbers:
+        assert all(map(same_bits, *(rank.run(number, moves=moves) for rank in ranks))), number
 
-    changes: tuple[tuple[Any, range], ...] = (
-        (lambda rank: rank.states.begin_epoch(0), range(1, 7)),
-        (change_momentum, range(7, 12)),
-        (lambda rank: rank.states.begin_epoch(1), range(12, 18)),  # another ratio
-        (lambda rank: rank.states.load_state_dict(rank.states.state_dict()), range(18, 23)),  # it is elsewhere
-    )
-    for captures, (change, numbers) in enumerate(changes, 1):
-        for rank in ranks:
-            change(rank)
-        run(numbers)
-        assert len(captured) == captures and [own.replays for own in captured[:3]] == [2] * min(captures, 3)
+
+def change_momentum(rank: Rank) -> None:
+    rank.states.compressor = rank.states.compressor.changed(memory=DGCSGDMemory(0.8))
+
+
+CHANGES: dict[str, Any] = {
+    "another momentum": change_momentum,
+    "another ratio": lambda rank: rank.states.begin_epoch(1),
+    "a loaded state, which is elsewhere": lambda rank: rank.states.load_state_dict(rank.states.state_dict()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_change_makes_another_graph(captured: Any, both_ranks: tuple[Rank, Rank], change: Any) -> None:
+    check_steps(both_ranks, range(1, 7))
+    assert [own.replays for own in captured] == [2]
+    for rank in both_ranks:
+        change(rank)
+    check_steps(both_ranks, range(7, 13))
+    first, second = captured
+    assert first.replays == 2 and second.replays >= 2
+
+
+def test_gradients_at_other_addresses_in_each_step_are_copied(
+    captured: Any, both_ranks: tuple[Rank, Rank]
+) -> None:
+    check_steps(both_ranks, range(1, 7))
     with pytest.warns(UserWarning, match=r"zero_grad\(set_to_none=False\) avoids the copy"):
-        run(range(23, 24 + WARM_UP), moves=True)
-    before = [own.replays for own in captured]
-    run(range(30, 36), moves=True)
-    assert len(captured) == 5 and captured[-1].replays >= 3 and before[:4] == [own.replays for own in captured[:4]]
+        check_steps(both_ranks, range(23, 24 + WARM_UP), moves=True)
+    check_steps(both_ranks, range(30, 36), moves=True)
+    first, second = captured
+    assert first.replays == 2 and second.replays >= 3
 
 
 def warmed_up(steps: int) -> Rank:
@@ -216,23 +236,40 @@ def warmed_up(steps: int) -> Rank:
     return rank
 
 
-def test_what_has_no_graph_and_cannot_be_captured(captured: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("switch", "wanted"), [("1", True), ("0", False)])
+def test_buckets_of_a_gpu_alone_have_a_graph(monkeypatch: pytest.MonkeyPatch, switch: str, wanted: bool) -> None:
     gpu, cpu = (Bucket("bucket", (), torch.float32, torch.device(device)) for device in ("cuda", "cpu"))
-    for switch, wanted in (("1", True), ("0", False)):
-        monkeypatch.setenv("DGC_CUDA_GRAPHS", switch)
-        assert (graph_of(gpu) is not None) == wanted and graph_of(cpu) is None
+    monkeypatch.setenv("DGC_CUDA_GRAPHS", switch)
+    assert (graph_of(gpu) is not None) == wanted and graph_of(cpu) is None
+
+
+def test_another_value_of_the_switch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DGC_CUDA_GRAPHS", "yes")
     with pytest.raises(ValueError, match="DGC_CUDA_GRAPHS must be 0 or 1, not 'yes'"):
-        graph_of(gpu)
-    for compressor in (DGCCompressor(0.02, DGCSGDMemory(0.9), 0.5), SparseCompressor(0.02, NoMemory())):
-        rank = Rank(compressor, StepGraph("bucket", CPU))
-        assert rank.states[rank.bucket].graph is None
-    # tables live as long as the graph: other buckets may push them out of the cache
-    rank, other = warmed_up(3), warmed_up(2)
+        graph_of(Bucket("bucket", (), torch.float32, torch.device("cuda")))
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: DGCCompressor(0.02, DGCSGDMemory(0.9), 0.5), lambda: SparseCompressor(0.02, NoMemory())]
+)
+def test_a_method_whose_steps_differ_has_no_graph(captured: Any, make: Any) -> None:
+    rank = Rank(make(), StepGraph("bucket", CPU))
+    assert rank.states[rank.bucket].graph is None
+
+
+def test_tables_live_as_long_as_the_graph(captured: Any) -> None:
+    """Other buckets may push them out of the cache."""
+    rank = warmed_up(3)
     sources = [call[2][5] for call in captured[0].calls if call[0] == "accumulate"]
     assert rank.graph is not None and any(table is sources[0] for table in rank.graph._tables)
+
+
+def test_an_encoding_that_cannot_be_captured_is_an_error_with_a_cure(
+    captured: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = warmed_up(2)
     error = RuntimeError("operation not permitted when stream is capturing")
     monkeypatch.setattr(torch.cuda, "graph", Mock(side_effect=error))
     expected = r"the encoding of bucket bucket cannot be a CUDA graph: operation not .* Unset DGC_CUDA_GRAPHS"
     with pytest.raises(RuntimeError, match=expected):
-        other.run(9)
+        rank.run(9)

@@ -70,22 +70,37 @@ def selected(kind: Any, n: Any) -> Any:
 
 
 @pytest.mark.usefixtures("no_type_checks")
-def test_select_also_with_floors_which_follow_the_thresholds(native: Any) -> None:
-    """Also digit by digit."""
+def test_a_selection_has_the_reference_s_elements(native: Any) -> None:
     for kind, n in product(DATA, SIZES):
         v, choices = selected(kind, n)
         for number, (budget, expected) in enumerate(choices):
             with case(kind, n, BUDGETS[number]):
                 assert_same_choice(native.select(v, budget), expected)
-                for backend in (native, REFERENCE) if n < SIZES[-1] else ():
-                    found, wanted = backend.radix_select(v, budget), expected.elements
-                    assert int(found.count) == int(wanted.count)
-                    assert same(found.indices, wanted.indices) and same(found.values, wanted.values)
-    for kind, n, floor in product(("wall", "levels"), (17, 70001), (0.5, 0.98, 1.0, 1.001, float("inf"))):
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_a_selection_digit_by_digit_has_the_reference_s_elements(native: Any) -> None:
+    for kind, n in product(DATA, SIZES[:-1]):
         v, choices = selected(kind, n)
         for number, (budget, expected) in enumerate(choices):
-            with case(kind, n, BUDGETS[number], floor):
+            for each in (native, REFERENCE):
+                with case(kind, n, BUDGETS[number]):
+                    found, wanted = each.radix_select(v, budget), expected.elements
+                    assert int(found.count) == int(wanted.count)
+                    assert same(found.indices, wanted.indices) and same(found.values, wanted.values)
+
+
+@pytest.mark.usefixtures("no_type_checks")
+@pytest.mark.parametrize("floor", [0.5, 0.98, 1.0, 1.001, float("inf")])
+def test_lower_bounds_change_no_selection(native: Any, floor: float) -> None:
+    for kind, n in product(("wall", "levels"), (17, 70001)):
+        v, choices = selected(kind, n)
+        for number, (budget, expected) in enumerate(choices):
+            with case(kind, n, BUDGETS[number]):
                 assert_same_choice(native.select(v, budget, expected.thresholds * floor), expected)
+
+
+def test_predicted_lower_bounds_follow_the_thresholds(native: Any) -> None:
     last = torch.tensor([1.0, 0.0, 2.0, 1.0, 0.0, 3.0, 1e-42, 1e38])
     before = torch.tensor([1.0, 0.0, 1.0, 2.0, 1.0, 0.0, 1e-42, 1e38])
     growth = torch.tensor([1.0, 1.0, 1.2, 0.97, 0.97, 1.2, 1.0, 1.0])
@@ -108,7 +123,7 @@ LOWER_BOUNDS = (None, 0.0, 0.5, 0.98, 1.0, 2.0, float("inf"), float("nan"), -1.0
 
 @pytest.mark.parametrize("kind", ["normal", "wall", "heavy", "zeros", "levels"])
 @pytest.mark.usefixtures("no_type_checks")
-def test_accumulate_and_select(native: Any, kind: Any) -> None:
+def test_a_pass_that_selects_has_the_reference_s_bits(native: Any, kind: Any) -> None:
     """Lower bounds that fit (0.98 of the threshold), are too low, too high or nonsense choose the same."""
     few = LOWER_BOUNDS if kind == "wall" else (None, 0.98, 2.0)
     for n, number in product((0, 1, 17, 4097, 70001), range(len(BUDGETS))):
@@ -129,11 +144,14 @@ def passes() -> Any:
     return made
 
 
-def test_accumulate_also_in_pieces_and_no_number_of_usable_gradients_overflows_the_state(native: Any) -> None:
+def test_a_pass_has_the_reference_s_bits(native: Any) -> None:
     for (dtype, n, form), one in passes().items():
         with case(dtype, n, form):
             assert int(one.check(native)) == n
-    # At these bounds the largest usable gradient changes nothing more, and below them sums are no larger.
+
+
+def test_no_number_of_usable_gradients_overflows_the_state(native: Any) -> None:
+    """At these bounds the largest usable gradient changes nothing more, and below them sums are no larger."""
     g = torch.nextafter(torch.tensor(TOO_LARGE), torch.tensor(0.0)).repeat(40)
     u, v = torch.full((40,), 2.0**90), torch.full((40,), 2.0**116)
     for form, momentum, sign in product(FORMS, (0.0, 0.9, 1 - 2.0**-24, 1.0), (1, -1)):
@@ -143,7 +161,10 @@ def test_accumulate_also_in_pieces_and_no_number_of_usable_gradients_overflows_t
             assert int(native.accumulate_(ours)) == 40
             assert torch.equal(ours.v, sign * v)
             assert ours.u is None or bool((ours.u.abs() <= u).all())
-    # Pieces lie anywhere in memory, at any alignment, and may be shorter than a vector.
+
+
+def test_the_gradients_of_a_pass_may_be_pieces_anywhere_in_memory(native: Any) -> None:
+    """At any alignment, and shorter than a vector."""
     sizes = [1, 2, 0, 3, 30, 0, 17, 200_000, 4096, 100_000, 1, 0]
     elements, budget = sum(sizes), budget_of((200_010, sum(sizes) - 200_010), (700, 50))
     piecewise = Pass(PassInputs((random(elements, 14),), random(elements, 15), random(elements, 16), 0.9), budget)
@@ -167,51 +188,66 @@ def test_assign(native: Any) -> None:
             assert int(native.assign_((ours,), ours)) == len(g) and same(ours, theirs)
 
 
-def test_merge_mean_in_the_order_of_the_parts(kernels: Any) -> None:
-    few, many = [(1, 1), (300, 100)], [(70001, 500), (200_000, 20), (300_000, 40_000)]
-    for ranks, (n, capacity) in (*product((1, 2, 3, 7), few), *product((1, 3), many)):
-        parts = []
-        for rank in range(ranks):
-            count = 0 if rank == 1 else capacity - rank if capacity > rank else capacity
-            order = torch.randperm(n, generator=torch.Generator().manual_seed(rank))
-            parts.append(as_selection(order[:count].sort().values, random(n, 60 + rank), capacity))
-        merged = kernels.merge_mean(parts, ranks, n)
-        (indices, values), expected = merged.valid(), REFERENCE.merge_mean(parts, ranks, n).valid()
-        assert not merged.values[len(values) :].any()
-        assert same(indices, expected[0]) and same(values, expected[1]), (ranks, n)
-        dense = torch.zeros(n, dtype=torch.float64)
-        for part in parts:
-            count = int(part.count)
-            dense.index_add_(0, part.indices[:count].long(), part.values[:count].double())
-        torch.testing.assert_close(torch.zeros(n).index_put_((indices,), values), (dense / ranks).float())
-    # (1e8 + 1) - 1e8 is 0 in fp32, (1e8 - 1e8) + 1 is 1.
+PARTS = [
+    *product((1, 2, 3, 7), [(1, 1), (300, 100)]),
+    *product((1, 3), [(70001, 500), (200_000, 20), (300_000, 40_000)]),
+]
+
+
+@pytest.mark.parametrize(("ranks", "size"), PARTS)
+def test_merge_mean_has_the_reference_s_bits(kernels: Any, ranks: int, size: tuple[int, int]) -> None:
+    (n, capacity), parts = size, []
+    for rank in range(ranks):
+        count = 0 if rank == 1 else capacity - rank if capacity > rank else capacity
+        order = torch.randperm(n, generator=torch.Generator().manual_seed(rank))
+        parts.append(as_selection(order[:count].sort().values, random(n, 60 + rank), capacity))
+    merged = kernels.merge_mean(parts, ranks, n)
+    (indices, values), expected = merged.valid(), REFERENCE.merge_mean(parts, ranks, n).valid()
+    assert not merged.values[len(values) :].any()
+    assert same(indices, expected[0]) and same(values, expected[1])
+    dense = torch.zeros(n, dtype=torch.float64)
+    for part in parts:
+        count = int(part.count)
+        dense.index_add_(0, part.indices[:count].long(), part.values[:count].double())
+    torch.testing.assert_close(torch.zeros(n).index_put_((indices,), values), (dense / ranks).float())
+
+
+def test_merge_mean_adds_in_the_order_of_the_parts(kernels: Any) -> None:
+    """(1e8 + 1) - 1e8 is 0 in fp32, (1e8 - 1e8) + 1 is 1."""
     big, one, minus = (as_selection(torch.tensor([2]), torch.tensor([0, 0, x]), 1) for x in (1e8, 1.0, -1e8))
     assert kernels.merge_mean([big, one, minus], 1, 3).values.tolist() == [0.0]
     assert kernels.merge_mean([big, minus, one], 1, 3).values.tolist() == [1.0]
 
 
-def test_subtract_at_and_decay(native: Any) -> None:
-    few = torch.tensor([0, 2, 3, 5, 100, 402, 403, 419, 420])
-    for sizes, indices in (
-        ((3, 0, 400, 17, 1), few),
-        ((100, 0, 199_901, 99_998, 1), torch.cat([torch.arange(0, 299_999, 7), torch.tensor([299_999])])),
-    ):
-        bounds = torch.tensor([0, *sizes]).cumsum(0)
-        values, factors = random(len(indices), 70), (0.1, 1.0, 0.01, 3.0, 0.5)
-        for dtype in (torch.float32, *HALVES, torch.float64):
-            ours = [random(size, 80 + size).to(dtype) for size in sizes]
-            theirs = [target.clone() for target in ours]
-            native.subtract_at_(ours, bounds, indices, values, factors)
-            REFERENCE.subtract_at_(theirs, bounds, indices, values, factors)
-            assert all(map(torch.equal, ours, theirs)), (sizes, dtype)
-            assert ours[4] == random(1, 81).to(dtype) - (values[-1] * 0.5).to(dtype)
-    for dtype, nesterov, n in product((torch.float32, torch.bfloat16), (False, True), (0, 1, 17, 5000)):
-        ours = [random(n, 90).to(dtype), random(n, 91).to(dtype)]
-        others = p, buffer = ours[0].clone(), ours[1].clone()
-        for _ in range(3):
-            native.decay_(*ours, 0.1, 1e-4, 0.9, nesterov)
-            REFERENCE.decay_(p, buffer, 0.1, 1e-4, 0.9, nesterov)
-        assert all(map(torch.equal, ours, others)), (dtype, nesterov, n)
+FEW = torch.tensor([0, 2, 3, 5, 100, 402, 403, 419, 420])
+MANY = torch.cat([torch.arange(0, 299_999, 7), torch.tensor([299_999])])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "indices"), [((3, 0, 400, 17, 1), FEW), ((100, 0, 199_901, 99_998, 1), MANY)], ids=["few", "many"]
+)
+def test_subtract_at_has_the_reference_s_bits(native: Any, sizes: Any, indices: Tensor, dtype: Any) -> None:
+    bounds = torch.tensor([0, *sizes]).cumsum(0)
+    values, factors = random(len(indices), 70), (0.1, 1.0, 0.01, 3.0, 0.5)
+    ours = [random(size, 80 + size).to(dtype) for size in sizes]
+    theirs = [target.clone() for target in ours]
+    native.subtract_at_(ours, bounds, indices, values, factors)
+    REFERENCE.subtract_at_(theirs, bounds, indices, values, factors)
+    assert all(map(torch.equal, ours, theirs))
+    assert ours[4] == random(1, 81).to(dtype) - (values[-1] * 0.5).to(dtype)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("n", [0, 1, 17, 5000])
+def test_decay_has_the_reference_s_bits(native: Any, n: int, dtype: Any, nesterov: bool) -> None:
+    ours = [random(n, 90).to(dtype), random(n, 91).to(dtype)]
+    others = p, buffer = ours[0].clone(), ours[1].clone()
+    for _ in range(3):
+        native.decay_(*ours, 0.1, 1e-4, 0.9, nesterov)
+        REFERENCE.decay_(p, buffer, 0.1, 1e-4, 0.9, nesterov)
+    assert all(map(torch.equal, ours, others))
 
 
 # where blocks, units of threads and the buffer begin and end
@@ -247,18 +283,20 @@ def sending_passes(n: int, budget: Budget | None, *chosen: tuple[int, ...]) -> l
     return made
 
 
-def test_a_pass_takes_out_what_was_sent_also_in_pieces_and_at_addresses_of_any_kind(
-    kernels: SelectionKernels,
-) -> None:
-    for n in (1, 16, 17, 300, 70_001):
-        edges = tuple(i for i in EDGES if i < n)
-        for name, one in sending_passes(n, None, (), (0, n - 1), edges, some(n, 0.01), tuple(range(n))):
-            with case(name):
-                assert int(one.check(kernels)) == n
+@pytest.mark.parametrize("n", [1, 16, 17, 300, 70_001])
+def test_a_pass_takes_out_what_was_sent(kernels: SelectionKernels, n: int) -> None:
+    edges = tuple(i for i in EDGES if i < n)
+    for name, one in sending_passes(n, None, (), (0, n - 1), edges, some(n, 0.01), tuple(range(n))):
+        with case(name):
+            assert int(one.check(kernels)) == n
+
+
+@pytest.mark.parametrize("offset", [0, 1, 7])
+def test_a_pass_takes_out_what_was_sent_of_pieces_at_any_address(kernels: SelectionKernels, offset: int) -> None:
     n = sum(PIECES)
     edges = (0, *(i for start in accumulate(PIECES) for i in (start - 1, start) if i < n))
-    for (name, one), offset in product(sending_passes(n, None, edges + some(n, 0.01)), (0, 1, 7)):
-        with case(name, offset):
+    for name, one in sending_passes(n, None, edges + some(n, 0.01)):
+        with case(name):
             assert int(one.check(kernels, None, PIECES, offset)) == n
 
 
@@ -278,17 +316,26 @@ def test_a_pass_that_selects_takes_out_what_was_sent(kernels: SelectionKernels) 
                 assert int(chosen.missed) > 0 or lower_bound != 1.001 or kernels.name == "reference"
 
 
-def test_nonfinite_gradients_where_something_was_sent_and_taking_alone(kernels: SelectionKernels) -> None:
+def test_a_nonfinite_gradient_where_something_was_sent_counts_as_zero(kernels: SelectionKernels) -> None:
     one = pass_of(1000, "plain", True, sent_of(1000, [3, 500]), nan=(3, 500))
     assert int(one.check(kernels)) == 3
     assert one.left.u is not None and one.left.u[3] == 0 and one.left.v.isfinite().all()
-    for n, indices in ((1, (0,)), (5000, some(5000, 0.01)), (100_000, some(100_000, 0.2)), (9, ())):
-        for masking in (True, False):
-            sent, u, v = sent_of(n, indices), random(n, 2), random(n, 3)
-            kernels.remove_sent_(sent, u if masking else None, v)
-            where, values = sent.indices[: len(indices)].long(), sent.values[: len(indices)]
-            assert same(v, random(n, 3).index_put((where,), random(n, 3)[where] - values))
-            assert same(u, random(n, 2).index_fill(0, where, 0.0) if masking else random(n, 2))
+
+
+@pytest.mark.parametrize("masking", [True, False])
+@pytest.mark.parametrize(
+    ("n", "indices"),
+    [(1, (0,)), (5000, some(5000, 0.01)), (100_000, some(100_000, 0.2)), (9, ())],
+    ids=["all", "few", "many", "none"],
+)
+def test_what_was_sent_is_taken_out_without_a_pass(
+    kernels: SelectionKernels, n: int, indices: tuple[int, ...], masking: bool
+) -> None:
+    sent, u, v = sent_of(n, indices), random(n, 2), random(n, 3)
+    kernels.remove_sent_(sent, u if masking else None, v)
+    where, values = sent.indices[: len(indices)].long(), sent.values[: len(indices)]
+    assert same(v, random(n, 3).index_put((where,), random(n, 3)[where] - values))
+    assert same(u, random(n, 2).index_fill(0, where, 0.0) if masking else random(n, 2))
 
 
 @cache
@@ -300,38 +347,45 @@ def given(n: Any) -> Any:
     return [(v, whole), (v, torch.cat([whole, cuts]).msort())]
 
 
-def test_moments_and_tails_and_ranges_whose_floor_is_inf_are_not_read(kernels: Any) -> None:
-    # a rank that serves no part of a small bucket has no segment
+def test_a_rank_without_a_part_of_a_bucket_has_no_moments(kernels: Any) -> None:
     nothing = kernels.moments(torch.empty(0, dtype=torch.float32), torch.tensor([0]))
     assert [x.shape for x in vars(nothing).values()] == [(0,)] * 4
-    for n in SIZES:
-        for v, bounds in given(n):
-            with case(n, len(bounds)):
-                found = check_moments(kernels, v, bounds)
-                for factor in (0.0, 1e-3, 0.3, 1.0, 1.01):  # 1 reaches the largest magnitude, more does not
-                    check_tail(kernels, v, bounds, found.largest * factor)
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_moments_with_their_tails_are_close_to_fp64(kernels: Any, n: int) -> None:
+    for v, bounds in given(n):
+        with case(len(bounds)):
+            found = check_moments(kernels, v, bounds)
+            for factor in (0.0, 1e-3, 0.3, 1.0, 1.01):  # 1 reaches the largest magnitude, more does not
+                check_tail(kernels, v, bounds, found.largest * factor)
+
+
+@pytest.mark.parametrize("lower_bounds", [[1.0, float("inf"), 0.5], [float("inf")] * 3], ids=["one", "all"])
+def test_a_range_whose_lower_bound_is_inf_is_not_read(kernels: Any, lower_bounds: list[float]) -> None:
     v = torch.cat([random(40_000, 1), torch.full((40_000,), float("nan")), random(40_000, 2)])
-    bounds = torch.tensor([0, 40_000, 80_000, 120_000])
-    for lower_bounds in ([1.0, float("inf"), 0.5], [float("inf")] * 3):
-        check_tail(kernels, v, bounds, torch.tensor(lower_bounds))
+    check_tail(kernels, v, torch.tensor([0, 40_000, 80_000, 120_000]), torch.tensor(lower_bounds))
 
 
-def test_every_lane_counts_and_squares_neither_overflow_nor_vanish(kernels: Any) -> None:
+@pytest.mark.parametrize("n", [*range(1, 19), 31, 32, 33, 39])
+def test_every_lane_counts(kernels: Any, n: int) -> None:
     """Ranges of n elements, each with one that is not zero, in a place of its own."""
-    for n in (*range(1, 19), 31, 32, 33, 39):
-        v, bounds = torch.eye(n).view(-1) * -3, torch.arange(0, n * n + 1, n)
-        found = kernels.moments(v, bounds)
-        for result, each in ((found.sums, -3), (found.magnitudes, 3), (found.squares, 9), (found.largest, 3)):
-            assert result.tolist() == [each] * n
-        tail = kernels.tail(v, bounds, torch.full((n,), 3.0))
-        assert tail.counts.tolist() == [1] * n and tail.sums.tolist() == [3] * n
-        assert not kernels.tail(v, bounds, torch.full((n,), 3.0000002)).counts.any()
-    for value in (3e38, -3e38, 1e-45, -1e-40):
-        found = check_moments(kernels, torch.full((1000,), value), torch.tensor([0, 1000]))
-        assert found.squares.isfinite().all() and found.squares > 0
+    v, bounds = torch.eye(n).view(-1) * -3, torch.arange(0, n * n + 1, n)
+    found = kernels.moments(v, bounds)
+    for result, each in ((found.sums, -3), (found.magnitudes, 3), (found.squares, 9), (found.largest, 3)):
+        assert result.tolist() == [each] * n
+    tail = kernels.tail(v, bounds, torch.full((n,), 3.0))
+    assert tail.counts.tolist() == [1] * n and tail.sums.tolist() == [3] * n
+    assert not kernels.tail(v, bounds, torch.full((n,), 3.0000002)).counts.any()
 
 
-def test_threads_addresses_and_instructions_change_no_bit() -> None:
+@pytest.mark.parametrize("value", [3e38, -3e38, 1e-45, -1e-40])
+def test_squares_at_the_ends_of_fp32_are_positive_numbers(kernels: Any, value: float) -> None:
+    found = check_moments(kernels, torch.full((1000,), value), torch.tensor([0, 1000]))
+    assert found.squares.isfinite().all() and found.squares > 0
+
+
+def test_moments_depend_on_no_thread_address_or_instruction() -> None:
     """Several units of a segment, in different threads; another range before it shifts its address."""
     v, results = DATA["heavy"](200_003), []
     for name in NAMES[1:]:

@@ -56,16 +56,22 @@ def spoiled(n: Any, lane: Any, bad: Any) -> Any:
     return one, Pass(PassInputs(one.start.g, None, one.start.v))
 
 
-def test_floors_that_fit_and_others_and_structure_of_every_kind(native: Any) -> None:
-    """The number of segments missed with lower bounds. Nothing else may depend on them."""
+def test_lower_bounds_tell_only_how_many_segments_were_missed(native: Any) -> None:
+    """Nothing else may depend on them."""
     thresholds = large().expected.thresholds
     nonsense = [torch.full_like(thresholds, x) for x in (float("inf"), float("nan"), -1.0, 0.0)]
     # of the six segments one is empty and one sends nothing: no lower bound is too high or too low for these
     rows = [(0, lower_bounds) for lower_bounds in (None, thresholds * 0.98, *nonsense)]
     for missed, lower_bounds in (*rows, (4, thresholds + 1e-3), (3, torch.full_like(thresholds, 1e-30))):
         assert int(large().check(native, lower_bounds).missed) == missed, lower_bounds
+
+
+def test_lower_bounds_of_many_tiny_segments_change_no_choice(native: Any) -> None:
     for lower_bounds in (None, tiny().expected.thresholds * 0.9, tiny().expected.thresholds * 1.1):
         tiny().check(native, lower_bounds)
+
+
+def test_a_selection_is_the_reference_s_whatever_the_structure_of_the_values(native: Any) -> None:
     for number, (v, budget, expected) in enumerate(buffers()):
         with case("buffer", number):
             assert_same_choice(native.select(v, budget), expected)
@@ -107,8 +113,7 @@ def buffers() -> Any:
 
 
 @pytest.mark.usefixtures("no_type_checks")
-def test_nonfinite_in_every_lane_and_far_apart(native: Any) -> None:
-    """They count as zero. The first one is found, whichever thread comes first."""
+def test_a_nonfinite_element_in_any_lane_counts_as_zero(native: Any) -> None:
     others = (float("inf"), -float("inf"), TOO_LARGE, -3e38)
     for n, lane in [*((70, lane) for lane in range(70)), (1, 0), (16, 0), (33, 31), (5000, 1), (5000, 2500)]:
         for bad in (float("nan"), others[lane % 4]):
@@ -117,6 +122,9 @@ def test_nonfinite_in_every_lane_and_far_apart(native: Any) -> None:
                 assert int(one.expected.first_nonfinite) == lane and one.left.v.isfinite().all()
                 one.check(native, one.expected.thresholds * 0.9)
                 assert int(native.accumulate_(one.inputs())) == int(without_u.check(native)) == lane
+
+
+def test_the_first_nonfinite_element_is_found_whichever_thread_comes_first(native: Any) -> None:
     g = torch.zeros(1_000_003)
     g[[200_000, 500_000, 999_999]] = float("nan")
     assert int(native.accumulate_(PassInputs((g,), None, torch.zeros_like(g)))) == 200_000
@@ -195,20 +203,27 @@ def test_a_library_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, tmp_path
         library._open.__wrapped__()
 
 
-def test_a_library_that_is_cut_off_is_refused_before_it_is_opened_and_built_anew(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.fixture
+def whole_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> bytes:
+    """A small library that was just built, and that must not be opened."""
     (tmp_path / "isa.cpp").write_text('extern "C" const char* stamp() { return DGC_STAMP; }')
     monkeypatch.setattr(build, "SOURCES", tmp_path)
     monkeypatch.setattr(build, "LIBRARY", tmp_path / "lib.so")
     assert build.build() and build.is_whole(build.LIBRARY)
-    whole = build.LIBRARY.read_bytes()
     monkeypatch.setattr("ctypes.CDLL", Mock(side_effect=AssertionError("opened")))
-    for length in (0, 10, 64, 200, len(whole) // 2):
-        build.LIBRARY.write_bytes(whole[:length])
+    return build.LIBRARY.read_bytes()
+
+
+def test_a_library_that_is_cut_off_is_refused_before_it_is_opened(whole_library: bytes) -> None:
+    for length in (0, 10, 64, 200, len(whole_library) // 2):
+        build.LIBRARY.write_bytes(whole_library[:length])
         with pytest.raises(KernelsUnavailable, match=r"do not load \(.*lib\.so is cut off\): install a wheel"):
             library._open.__wrapped__()
-    assert build.build() and build.LIBRARY.read_bytes() == whole
+
+
+def test_a_library_that_is_cut_off_is_built_anew(whole_library: bytes) -> None:
+    build.LIBRARY.write_bytes(whole_library[: len(whole_library) // 2])
+    assert build.build() and build.LIBRARY.read_bytes() == whole_library
 
 
 def test_kernels_that_are_built_load_whatever_cxx_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,25 +306,40 @@ def test_no_file_lends_its_instructions_to_others(tmp_path: Path) -> None:
         assert "fmadd" not in dump and "fmsub" not in dump
 
 
-def test_an_address_is_of_a_contiguous_cpu_tensor_of_the_dtype_and_only_such_reach_the_kernels() -> None:
+def test_addresses_are_taken_in_few_places_alone() -> None:
     root = Path(build.__file__).parent
     found = {str(path.relative_to(root)): path.read_text().count("data_ptr") for path in root.rglob("*.py")}
     expected = {"library.py": 2, "launch.py": 1, "lowrank/triton.py": 2}
     assert {name: count for name, count in found.items() if count} == expected
-    x, one, several = torch.arange(12.0).view(3, 4), Address(torch.float32), Addresses(torch.float32)
-    assert string_at(one.from_param(x), 8) == struct.pack("ff", 0, 1)
-    assert string_at(one.from_param(x[1]), 8) == struct.pack("ff", 4, 5)
-    assert one.from_param(None) is None and several.from_param(None) is None
-    assert several.from_param([x, x[2]]) == b"".join(t.data_ptr().to_bytes(8, "little") for t in (x, x[2]))
-    for wrong, message in (
-        (x.double(), r"torch.float32 tensor on cpu, not a contiguous torch.float64 tensor of shape \(3, 4\)"),
-        (x.T, r"not a non-contiguous \(stride \(1, 4\)\) torch.float32 tensor of shape \(4, 3\) on cpu"),
-        (x.to("meta"), "on cpu, not a contiguous torch.float32 tensor .* on meta"),
-    ):
-        with pytest.raises(TypeError, match=message):
-            one.from_param(wrong)
-        with pytest.raises(TypeError, match=message):
-            several.from_param([x, wrong])
+
+
+X, ONE, SEVERAL = torch.arange(12.0).view(3, 4), Address(torch.float32), Addresses(torch.float32)
+
+
+def test_an_address_is_where_a_tensor_begins() -> None:
+    assert string_at(ONE.from_param(X), 8) == struct.pack("ff", 0, 1)
+    assert string_at(ONE.from_param(X[1]), 8) == struct.pack("ff", 4, 5)
+    assert SEVERAL.from_param([X, X[2]]) == b"".join(t.data_ptr().to_bytes(8, "little") for t in (X, X[2]))
+
+
+def test_no_tensor_has_the_address_none() -> None:
+    assert ONE.from_param(None) is None and SEVERAL.from_param(None) is None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (X.double(), r"torch.float32 tensor on cpu, not a contiguous torch.float64 tensor of shape \(3, 4\)"),
+        (X.T, r"not a non-contiguous \(stride \(1, 4\)\) torch.float32 tensor of shape \(4, 3\) on cpu"),
+        (X.to("meta"), "on cpu, not a contiguous torch.float32 tensor .* on meta"),
+    ],
+    ids=["of another type", "not contiguous", "on another device"],
+)
+def test_the_address_of_a_tensor_that_a_kernel_cannot_read_is_refused(wrong: torch.Tensor, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        ONE.from_param(wrong)
+    with pytest.raises(TypeError, match=message):
+        SEVERAL.from_param([X, wrong])
 
 
 @pytest.mark.usefixtures("no_type_checks")

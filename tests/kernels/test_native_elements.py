@@ -42,7 +42,7 @@ def test_steps_have_the_bits_of_plain_torch() -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_the_coder_takes_the_scales_that_it_finds_and_knows_whether_the_mean_is_finite(name: Any) -> None:
+def test_the_coder_knows_whether_the_mean_of_scales_that_it_finds_is_finite(name: Any) -> None:
     backend, _ = pair(coder := NativeElementCoder())
     steps = Steps(METHODS[name], backend, 1, torch.float16, True)
     (states,), (bucket,) = steps.states, steps.buckets
@@ -52,23 +52,26 @@ def test_the_coder_takes_the_scales_that_it_finds_and_knows_whether_the_mean_is_
     assert result.is_finite == coder.takes(code) == (code.scale in FOUND)
 
 
-def test_a_mean_that_overflows_is_not_finite_and_a_changed_byte_is_found() -> None:
-    """The residual makes the mean too large for fp16. Bytes change in header, table, codes and padding."""
-    backend, reference = pair(NativeElementCoder())
+def test_a_mean_that_overflows_is_not_finite() -> None:
+    """The residual makes it too large for fp16."""
+    backend, _ = pair(NativeElementCoder())
     steps = Steps(METHODS["scaled signs"], backend, 1, torch.float16, True)
     steps.step(gradients_of(1, 1))
     next(iter(steps.states[0].errors())).fill_(1e5)
     (result,), _, _ = steps.step(gradients_of(1, 1))
     assert result.nonfinite is None and not result.is_finite
-    nbytes = steps.payloads[0].numel()
-    for place in (7, 9, 17, 24, 48, nbytes - 1):
 
-        def change(payloads: Any, place: int = place) -> None:
-            payloads[1][place] ^= 64
 
-        messages = []
-        for each in (backend, reference):
-            with pytest.raises(PayloadError, match="rank 1 ") as refused:
-                Steps(METHODS["scaled signs"], each, 2, torch.float32, True).step(gradients_of(2, 1), change)
-            messages.append(str(refused.value))
-        assert messages[0] == messages[1], place
+@pytest.mark.parametrize("place", [7, 9, 17, 24, 48, -1])
+def test_a_changed_byte_is_found(place: int) -> None:
+    """In header, table, codes and padding."""
+
+    def change(payloads: Any) -> None:
+        payloads[1][place] ^= 64
+
+    messages = []
+    for each in pair(NativeElementCoder()):
+        with pytest.raises(PayloadError, match="rank 1 ") as refused:
+            Steps(METHODS["scaled signs"], each, 2, torch.float32, True).step(gradients_of(2, 1), change)
+        messages.append(str(refused.value))
+    assert messages[0] == messages[1]

@@ -55,13 +55,14 @@ def results_of(n: Any) -> Any:
 
 
 @pytest.mark.usefixtures("no_type_checks")
-def test_tiers_agree_bit_for_bit_and_decode_what_they_encoded(quantizers: Any) -> None:
-    for n in SIZES:
-        for number, (given, expected) in enumerate(zip(cases(n), results_of(n), strict=True)):
-            before, state = given[0].clone(), torch.get_rng_state()
-            with case(n, "elements, numbers", number):
-                assert_same_codes(coded(quantizers, *given), expected, before)
-                assert same(given[0], before) and torch.equal(torch.get_rng_state(), state)
+@pytest.mark.parametrize("n", SIZES)
+def test_tiers_agree_bit_for_bit(quantizers: Any, n: int) -> None:
+    """Each decodes what it has encoded."""
+    for number, (given, expected) in enumerate(zip(cases(n), results_of(n), strict=True)):
+        before, state = given[0].clone(), torch.get_rng_state()
+        with case("numbers", number):
+            assert_same_codes(coded(quantizers, *given), expected, before)
+            assert same(given[0], before) and torch.equal(torch.get_rng_state(), state)
 
 
 def test_statistics(quantizers: Any) -> None:
@@ -74,17 +75,28 @@ def test_statistics(quantizers: Any) -> None:
     assert not quantizers.largest(v[:0], torch.tensor([0])).numel()
 
 
+def rounded_halves(quantizers: Any, v: Any, dtype: Any) -> tuple[Any, Any]:
+    """The halves, in two pieces and at any address, and whether all are finite."""
+    halves, middle = torch.empty(v.numel() + 1, dtype=dtype)[1:], v.numel() // 3
+    return halves, quantizers.round_((v[:middle], v[middle:]), halves).isfinite()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_halves_are_rounded_as_by_torch_and_what_is_not_finite_is_reported(quantizers: Any, dtype: Any) -> None:
-    for n in SIZES:
-        v = wild(n).clamp(-1e30, 1e30)
-        halves, middle = torch.empty(n + 1, dtype=dtype)[1:], n // 3  # at any address
-        assert quantizers.round_((v[:middle], v[middle:]), halves).isfinite()
-        assert same(halves, v.to(dtype)), n
-        for bad in (INF, -INF, NAN) if n else ():
-            v[n - 1] = bad
-            assert not quantizers.round_((v,), halves).isfinite()
-            assert same(halves[:-1], v[:-1].to(dtype)) and not halves[-1:].isfinite().any(), (n, bad)
+@pytest.mark.parametrize("n", SIZES)
+def test_halves_are_rounded_as_by_torch(quantizers: Any, dtype: Any, n: int) -> None:
+    v = wild(n).clamp(-1e30, 1e30)
+    halves, is_finite = rounded_halves(quantizers, v, dtype)
+    assert is_finite and same(halves, v.to(dtype))
+
+
+@pytest.mark.parametrize("bad", [INF, -INF, NAN])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("n", SIZES[1:])
+def test_a_half_that_is_not_finite_is_reported(quantizers: Any, dtype: Any, n: int, bad: float) -> None:
+    v = wild(n).clamp(-1e30, 1e30)
+    v[n - 1] = bad
+    halves, is_finite = rounded_halves(quantizers, v, dtype)
+    assert not is_finite and same(halves[:-1], v[:-1].to(dtype)) and not halves[-1:].isfinite().any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -119,19 +131,23 @@ def mean_cases() -> Any:
 
 
 @pytest.mark.usefixtures("no_type_checks")
-def test_the_mean_of_all_ranks_is_that_of_one_rank_after_the_other_and_sums_are_sent_as_levels(
-    quantizers: Any,
-) -> None:
+def test_the_mean_of_all_ranks_adds_one_rank_after_the_other(quantizers: Any) -> None:
     for n, bounds, values, factors, size, expected in mean_cases():
         for operation, mean_ in enumerate(means(quantizers, bounds, values, factors, size)):
             codes, right = expected[operation]
             mean = torch.full((n,), NAN)
             mean_([torch.cat([own[:1], own])[1:] for own in codes], mean)  # at any address
             assert same(mean, right), (n, len(bounds), operation)
-    for n, width, bits in ((1, 2, 3), (100, 2, 4), (100, 1, 2), (70_001, 1, 3), (70_001, 2, 5)):
-        for bounds in cases(n)[0][1], cases(n)[-1][1]:
-            with case(n, len(bounds), width, bits):
-                check_sums(quantizers, bounds, width, bits, 3)
+
+
+@pytest.mark.usefixtures("no_type_checks")
+@pytest.mark.parametrize(
+    ("n", "width", "bits"), [(1, 2, 3), (100, 2, 4), (100, 1, 2), (70_001, 1, 3), (70_001, 2, 5)]
+)
+def test_sums_are_sent_as_levels(quantizers: Any, n: int, width: int, bits: int) -> None:
+    for bounds in cases(n)[0][1], cases(n)[-1][1]:
+        with case(len(bounds)):
+            check_sums(quantizers, bounds, width, bits, 3)
 
 
 def test_a_large_mean_is_written_past_the_caches(quantizers: Any) -> None:
@@ -147,22 +163,32 @@ def test_a_large_mean_is_written_past_the_caches(quantizers: Any) -> None:
     assert same(mean, right / 3)
 
 
-def test_mxnet_s_layouts_and_uniform_levels_and_every_range_at_a_unit_of_its_own(quantizers: Any) -> None:
-    v = torch.tensor([0.75, 0.375, -0.875, 0.5, -0.5, 0.375])
-    half, one, total = torch.tensor([0.5]), torch.ones(1), torch.zeros(6)
+OF_MXNET = torch.tensor([0.75, 0.375, -0.875, 0.5, -0.5, 0.375])
+
+
+def test_ternary_codes_are_mxnet_s(quantizers: Any) -> None:
+    v, half, total = OF_MXNET, torch.tensor([0.5]), torch.zeros(6)
     codes, residual = quantizers.tern_encode(v, one_range(v), half)
     assert codes.tolist() == [0xCB, 0x80, 0, 0] and residual.tolist() == [0.25, 0.375, -0.375, 0, 0, 0.375]
     quantizers.tern_add_(codes, one_range(v), half, total)
     assert total.tolist() == [0.5, 0, -0.5, 0.5, -0.5, 0]
-    codes, residual = quantizers.sign_encode(v, one_range(v), 0 * one, one)
+
+
+def test_sign_codes_are_mxnet_s(quantizers: Any) -> None:
+    v, one, total = OF_MXNET, torch.ones(1), torch.zeros(6)
+    codes, _ = quantizers.sign_encode(v, one_range(v), 0 * one, one)
     assert codes.tolist() == [0xD4, 0, 0, 0]
     quantizers.sign_add_(codes, one_range(v), one, total)
-    assert total.tolist() == [1.5, 1, -1.5, 1.5, -1.5, 1]
+    assert total.tolist() == [1, 1, -1, 1, -1, 1]
 
-    # the field 01 of a ternary code is zero
+
+def test_the_field_01_of_a_ternary_code_is_zero(quantizers: Any) -> None:
     total = torch.ones(4)
     quantizers.tern_add_(torch.tensor([0b01111001, 0, 0, 0]).byte(), one_range(total), torch.tensor([2.0]), total)
     assert total.tolist() == [1, 3, -1, 1]
+
+
+def test_uniform_codes_are_levels_with_a_sign(quantizers: Any) -> None:
     v, scale = torch.tensor([0.0, -7.0, 2.49, -2.5, 9.0, -0.4]), torch.tensor([7.0])
     codes, residual = quantizers.uniform_encode(v, one_range(v), scale, 7, 4, None)
     assert codes.tolist() == [0xF0, 0xB2, 0x07]
@@ -170,6 +196,8 @@ def test_mxnet_s_layouts_and_uniform_levels_and_every_range_at_a_unit_of_its_own
     codes, _ = quantizers.uniform_encode(v, torch.tensor([0, 3, 3, 6]), scale.expand(3).clone(), 1, 2, None)
     assert codes.tolist() == [0b001100, 0b000100]
 
+
+def test_every_range_begins_at_a_unit_of_its_own(quantizers: Any) -> None:
     bounds, v, each = torch.tensor([0, 33, 33, 34, 41]), torch.ones(41), torch.ones(4)
     signs, _ = quantizers.sign_encode(v, bounds, 0 * each, each)
     assert signs.tolist() == [255, 255, 255, 255, 128, 0, 0, 0, 128, 0, 0, 0, 254, 0, 0, 0]
@@ -180,25 +208,31 @@ def test_mxnet_s_layouts_and_uniform_levels_and_every_range_at_a_unit_of_its_own
     assert uniform.tolist() == [85] * 8 + [1] + [1] + [85, 21]
 
 
-def test_ranges_that_send_nothing_and_scales_at_the_ends_of_fp32(quantizers: Any) -> None:
-    """The former whatever the codes that arrive for them."""
-    v = torch.tensor([3.0, -1e38, 1e-40, 0.0, -0.0])
-    for each in torch.tensor([[0.0], [INF], [NAN], [-1.0]]):
-        with case(each):
-            uniform = [quantizers.uniform_encode(v, one_range(v), each, 7, 4, seed) for seed in (None, 2**32 - 1)]
-            for codes, residual in (quantizers.tern_encode(v, one_range(v), each), *uniform):
-                assert not codes.any() and same(residual, v)
-            noise, total = torch.arange(240, 248).byte(), v.clone()
-            quantizers.tern_add_(noise, one_range(v), each, total)
-            quantizers.uniform_add_(noise, one_range(v), each, 7, 4, total)
-            assert torch.equal(total, v)
+@pytest.mark.parametrize("scale", [0.0, INF, NAN, -1.0])
+def test_a_range_without_a_usable_scale_sends_nothing(quantizers: Any, scale: float) -> None:
+    """Whatever the codes that arrive for it."""
+    v, each = torch.tensor([3.0, -1e38, 1e-40, 0.0, -0.0]), torch.tensor([scale])
+    uniform = [quantizers.uniform_encode(v, one_range(v), each, 7, 4, seed) for seed in (None, 2**32 - 1)]
+    for codes, residual in (quantizers.tern_encode(v, one_range(v), each), *uniform):
+        assert not codes.any() and same(residual, v)
+    noise, total = torch.arange(240, 248).byte(), v.clone()
+    quantizers.tern_add_(noise, one_range(v), each, total)
+    quantizers.uniform_add_(noise, one_range(v), each, 7, 4, total)
+    assert torch.equal(total, v)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_the_largest_scale_of_fp32_leaves_a_finite_residual(quantizers: Any, bits: int) -> None:
     v = torch.tensor([LARGEST, -LARGEST, 1e-40])
-    for bits in (2, 4, 8):
-        for levels in range(1, 2 ** (bits - 1)):
-            _, residual = quantizers.uniform_encode(v, one_range(v), torch.tensor([LARGEST]), levels, bits, None)
-            assert residual.isfinite().all() and (residual[:2].abs() <= 1e-6 * LARGEST).all()
+    for levels in range(1, 2 ** (bits - 1)):
+        _, residual = quantizers.uniform_encode(v, one_range(v), torch.tensor([LARGEST]), levels, bits, None)
+        assert residual.isfinite().all() and (residual[:2].abs() <= 1e-6 * LARGEST).all()
+
+
+def test_a_scale_whose_inverse_would_be_inf_sends_nothing(quantizers: Any) -> None:
+    v = torch.tensor([LARGEST, -LARGEST, 1e-40])
     _, residual = quantizers.uniform_encode(v, one_range(v), torch.tensor([1e-40]), 127, 8, 1)
-    assert same(residual, v), "levels / scale would be inf"
+    assert same(residual, v)
 
 
 def assert_unbiased(encode: Any, v: Any, below: Any, above: Any) -> None:
@@ -211,28 +245,42 @@ def assert_unbiased(encode: Any, v: Any, below: Any, above: Any) -> None:
 
 
 @pytest.mark.usefixtures("no_type_checks")
-def test_random_rounding_is_unbiased_and_its_numbers_are_uniform_and_uncorrelated() -> None:
+@pytest.mark.parametrize(("bits", "levels"), [(2, 1), (4, 7), (8, 100)])
+def test_random_rounding_is_unbiased(bits: int, levels: int) -> None:
     v = random(300, 5)
     largest, quantizers = v.abs().max().view(1), NativeQuantizers()
-    for bits, levels in ((2, 1), (4, 7), (8, 100)):
-        step = largest.double() / levels
-        below = (v.abs() / step).floor() * step
-        encode = partial(quantizers.uniform_encode, v, one_range(v), largest, levels, bits)
-        assert_unbiased(encode, v, below, below + step)
-    n = 1 << 16
-    drawn = [random_bits(n, seed, torch.device("cpu")) for seed in (0, 1, 2, 3, 4, 2**16, 2**31, 2**32 - 1)]
-    for column, shift in product(drawn, (0, 8, 16, 24)):
+    step = largest.double() / levels
+    below = (v.abs() / step).floor() * step
+    encode = partial(quantizers.uniform_encode, v, one_range(v), largest, levels, bits)
+    assert_unbiased(encode, v, below, below + step)
+
+
+DRAWN_NUMBERS = 1 << 16
+
+
+@cache
+def drawn() -> list[Any]:
+    """The random numbers of some seeds."""
+    seeds = (0, 1, 2, 3, 4, 2**16, 2**31, 2**32 - 1)
+    return [random_bits(DRAWN_NUMBERS, seed, torch.device("cpu")) for seed in seeds]
+
+
+def test_the_numbers_of_random_rounding_are_uniform() -> None:
+    for column, shift in product(drawn(), (0, 8, 16, 24)):
         counts = torch.bincount(column >> shift & 255, minlength=256)
-        chi_square = float((counts - n / 256).square().sum() / (n / 256))
+        chi_square = float((counts - DRAWN_NUMBERS / 256).square().sum() / (DRAWN_NUMBERS / 256))
         assert 150 < chi_square < 380  # 255 degrees of freedom: within some five standard deviations
-    rows = torch.stack(drawn).double() / 2**32
+
+
+def test_the_numbers_of_random_rounding_are_uncorrelated() -> None:
+    rows = torch.stack(drawn()).double() / 2**32
     rows -= rows.mean(1, keepdim=True)
     rows /= rows.square().sum(1, keepdim=True).sqrt()
     for shift in (0, 1, 2, 3, 64, 1024):
         correlations = rows @ rows.roll(shift, 1).T
         if shift == 0:
             correlations.fill_diagonal_(0.0)
-        assert correlations.abs().max() < 5 / n**0.5
+        assert correlations.abs().max() < 5 / DRAWN_NUMBERS**0.5
 
 
 @pytest.mark.usefixtures("no_type_checks")
@@ -262,24 +310,37 @@ def blocks(kernels: Any) -> Any:
 
 
 @pytest.mark.usefixtures("no_type_checks")
-def test_tiers_of_blocks_agree_and_a_scale_that_is_not_finite_and_positive_stands_for_zeros(blocks: Any) -> None:
+def test_tiers_of_blocks_agree(blocks: Any) -> None:
     for i, (cuts, code) in enumerate(product(CUTS, CODES)):
         rows = (1, 3)[(i + i // len(CODES)) % 2]  # of each code and of each cut
         for v in random(cuts[-1], 1), numbers(cuts[-1], 2):
             with case(cuts, code, rows):
                 coded = check_blocks(blocks, v, torch.tensor(cuts), code, rows)
         check_one_pass(blocks, v, torch.tensor(cuts), code, coded)
-    # Elements near the largest float round up to such a scale. They stay unsent.
-    for code in (code for code in CODES if not code.rotate):
-        v, bounds, out = random(code.size, 1), torch.tensor([0, code.size]), torch.empty(code.size)
-        v[3] = 3.4e38
-        coded, kept = encoded(blocks, v, bounds, code, 1)
-        assert same(kept, v) and not coded[:, 2:].any()
-        for high in (0x7F, 0xFF, 0x80, 0xBF):  # inf, NaN and negative numbers
-            for low in (0x80, 0xC0):
-                coded[0, 0], coded[0, 1], coded[0, 2:] = low, high, 0x7F
-                blocks.decode(coded.unbind(), bounds, code, 1, (out,))
-                assert not out.any(), (code, high, low)
+
+
+def block_that_cannot_be_sent(blocks: Any, code: Any) -> tuple[Any, Any, Any, Any]:
+    """Near the largest float the scale rounds up to inf. Returns the block, its bounds, the row, what is kept."""
+    v, bounds = random(code.size, 1), torch.tensor([0, code.size])
+    v[3] = 3.4e38
+    return v, bounds, *encoded(blocks, v, bounds, code, 1)
+
+
+@pytest.mark.parametrize("code", [code for code in CODES if not code.rotate], ids=str)
+def test_a_block_whose_scale_would_be_inf_stays_unsent(blocks: Any, code: Any) -> None:
+    v, _, coded, kept = block_that_cannot_be_sent(blocks, code)
+    assert same(kept, v) and not coded[:, 2:].any()
+
+
+@pytest.mark.parametrize("code", [code for code in CODES if not code.rotate], ids=str)
+def test_a_scale_that_is_no_positive_number_decodes_to_zeros(blocks: Any, code: Any) -> None:
+    _, bounds, coded, _ = block_that_cannot_be_sent(blocks, code)
+    out = torch.empty(code.size)
+    for high in (0x7F, 0xFF, 0x80, 0xBF):  # inf, NaN and negative numbers
+        for low in (0x80, 0xC0):
+            coded[0, 0], coded[0, 1], coded[0, 2:] = low, high, 0x7F
+            blocks.decode(coded.unbind(), bounds, code, 1, (out,))
+            assert not out.any(), (high, low)
 
 
 def test_levels_are_the_nearest_of_the_block() -> None:

@@ -5,7 +5,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -51,35 +50,56 @@ def pass_of(g: Any, u: Any, v: Any, nesterov: bool = False, budget: Any = None) 
     return Pass(PassInputs((g,), u, v, 0.9, nesterov, decay=0.95), budget)
 
 
-def test_accumulate_whatever_the_gradients_and_their_type_also_others_in_the_same_bucket(kernels: Any) -> None:
-    """Pieces that begin and end within tiles, empty ones, and one that is shorter than a tile. No momentum."""
-    for n, nesterov in ((0, False), (1, True), (63, False), (64, True), (65, False), (65, True), (200, True)):
-        with case(n, nesterov):
-            pass_of(random(n, 1), random(n, 2), random(n, 3), nesterov).check(kernels)
-    lengths, u, v = [3, 0, 130, 64, 1, 0], random(198, 2), random(198, 3)
-    for dtype in DTYPES:
-        g, ours, theirs = random(198, 1).to(dtype), u.clone(), v.clone()
-        with case(dtype):
-            pass_of(g, u, v).check(kernels, None, lengths)
-            assert int(kernels.assign_(split(g, lengths), ours)) == REFERENCE.assign_((g,), theirs) == 198
-            assert same(ours, theirs)
-    pass_of(g, None, v).check(kernels)
-    for bad in (float("nan"), float("inf"), -float("inf"), TOO_LARGE, -3e38):
-        g = random(300, 1)
-        g[[299, 131, 190]] = bad
-        with case(bad):
-            assert int(pass_of(g, random(300, 2), random(300, 3)).check(kernels, None, [100, 200])) == 131
+@pytest.mark.parametrize(
+    ("n", "nesterov"), [(0, False), (1, True), (63, False), (64, True), (65, False), (65, True), (200, True)]
+)
+def test_a_pass_has_the_reference_s_bits(kernels: Any, n: int, nesterov: bool) -> None:
+    pass_of(random(n, 1), random(n, 2), random(n, 3), nesterov).check(kernels)
+
+
+PIECES = [3, 0, 130, 64, 1, 0]  # begin and end within tiles, are empty, or are shorter than a tile
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_may_be_pieces_of_any_type(kernels: Any, dtype: Any) -> None:
+    pass_of(random(198, 1).to(dtype), random(198, 2), random(198, 3)).check(kernels, None, PIECES)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_of_any_type_may_be_assigned(kernels: Any, dtype: Any) -> None:
+    g, ours, theirs = random(198, 1).to(dtype), random(198, 2), random(198, 2)
+    assert int(kernels.assign_(split(g, PIECES), ours)) == REFERENCE.assign_((g,), theirs) == 198
+    assert same(ours, theirs)
+
+
+def test_a_pass_may_have_no_momentum(kernels: Any) -> None:
+    pass_of(random(198, 1), None, random(198, 3)).check(kernels)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), TOO_LARGE, -3e38])
+def test_the_first_gradient_that_is_not_usable_is_found(kernels: Any, bad: float) -> None:
+    g = random(300, 1)
+    g[[299, 131, 190]] = bad
+    assert int(pass_of(g, random(300, 2), random(300, 3)).check(kernels, None, [100, 200])) == 131
+
+
+def test_denormals_are_kept(kernels: Any) -> None:
     g, u, v = random(100, 1) * 1e-42, random(100, 2) * 1e-41, random(100, 3) * 1e-42
     g[::3], u[::3], v[::3] = -0.0, -0.0, -0.0
     one = pass_of(g, u, v)
     one.check(kernels)
     assert (one.left.v != 0).any()
-    for dtype in DTYPES[:2]:
-        g, u, v = random(333, 1).to(dtype), random(333, 2), random(333, 3)
-        g[200] = float("nan")
-        with case(dtype):
-            pass_of(g, u, v, True, budget_of([133, 200], [10, 10])).check(kernels, tensor(1.5, 1.5))
-    # Tables that are kept from the step before must not point at its gradients.
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_a_pass_that_selects_takes_halves(kernels: Any, dtype: Any) -> None:
+    g, u, v = random(333, 1).to(dtype), random(333, 2), random(333, 3)
+    g[200] = float("nan")
+    pass_of(g, u, v, True, budget_of([133, 200], [10, 10])).check(kernels, tensor(1.5, 1.5))
+
+
+def test_a_bucket_may_have_other_gradients_in_each_step(kernels: Any) -> None:
+    """Tables that are kept from the step before must not point at its gradients."""
     budget = budget_of([100, 100], [5, 5])
     for step in range(3):
         g, u, v = (random(200, seed + step) for seed in (0, 10, 20))
@@ -96,22 +116,35 @@ RANGES = {
 WHOLE = {f"{k} of {n}": ([n], [k]) for n, k in ((0, 0), (1, 0), (1, 1), (64, 64), (65, 30), (150, 149))}
 
 
-def test_select_also_awkward_values_with_any_floors(kernels: Any) -> None:
-    for name, (sizes, ks) in {**RANGES, **WHOLE}.items():
-        budget, v = budget_of(sizes, ks), random(sum(sizes), 4)
-        with case(name):
-            assert_same_choice(kernels.select(v, budget), REFERENCE.select(v, budget))
-    # In a segment of each kind. Floors are too low, right, too high; 0 where a segment is mostly zeros.
+SELECTIONS = {**RANGES, **WHOLE}
+
+
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_a_selection_has_the_reference_s_elements(kernels: Any, name: str) -> None:
+    sizes, ks = SELECTIONS[name]
+    budget, v = budget_of(sizes, ks), random(sum(sizes), 4)
+    assert_same_choice(kernels.select(v, budget), REFERENCE.select(v, budget))
+
+
+def awkward_segments() -> tuple[Any, Any]:
+    """A segment of each kind of `awkward`, and their budget."""
     kinds = awkward(90).values()
-    g, budget = torch.cat(list(kinds)), budget_of([90] * len(kinds), [11] * len(kinds))
-    one, expected = pass_of(g, 0 * g, 0 * g, False, budget), REFERENCE.select(g, budget)
+    return torch.cat(list(kinds)), budget_of([90] * len(kinds), [11] * len(kinds))
+
+
+def test_a_selection_of_awkward_values_has_the_reference_s_elements(kernels: Any) -> None:
+    g, budget = awkward_segments()
+    assert_same_choice(kernels.select(g, budget), REFERENCE.select(g, budget))
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 1.1])
+def test_lower_bounds_change_no_selection(scale: float) -> None:
+    """They are too low, right, too high; 0 where a segment is mostly zeros."""
+    g, budget = awkward_segments()
+    one = pass_of(g, 0 * g, 0 * g, False, budget)
     assert all(torch.equal(x, g) for x in (one.left.u, one.left.v) if x is not None)
-    assert_same_choice(kernels.select(g, budget), expected)
-    for scale in (0.0, 1.0, 1.1):
-        many = TritonSelection(TILE, 32)
-        lower_bounds = torch.nan_to_num(expected.thresholds * scale, float("inf"), float("inf"))
-        with case(scale):
-            one.check(many, lower_bounds, [33, g.numel() - 33])
+    lower_bounds = torch.nan_to_num(REFERENCE.select(g, budget).thresholds * scale, float("inf"), float("inf"))
+    one.check(TritonSelection(TILE, 32), lower_bounds, [33, g.numel() - 33])
 
 
 def awkward(n: Any) -> Any:
@@ -164,13 +197,19 @@ STATISTICS = {
 
 
 @pytest.mark.parametrize("name", STATISTICS)
-def test_moments_and_tail(kernels: Any, name: Any) -> None:
-    """The lower bound of the first range is a magnitude in it, which is counted; that of the last range is inf."""
+def test_moments_are_close_to_fp64(kernels: Any, name: Any) -> None:
     sizes, scale = STATISTICS[name]
     bounds, v = budget_of(sizes, [0] * len(sizes)).bounds, random(sum(sizes), 9) * scale
     found = check_moments(kernels, v, bounds)
     again = TritonSelection(TILE, SLOTS).moments(v, bounds)
     assert same(again.sums, found.sums) and same(again.squares, found.squares)
+
+
+@pytest.mark.parametrize("name", STATISTICS)
+def test_tails_are_close_to_fp64(kernels: Any, name: Any) -> None:
+    """The lower bound of the first range is a magnitude in it, which is counted. The last one's is inf, of NaN."""
+    sizes, scale = STATISTICS[name]
+    bounds, v = budget_of(sizes, [0] * len(sizes)).bounds, random(sum(sizes), 9) * scale
     v[::5] = -0.0
     lower_bound = {"straddling": 0.0, "empty": 9.0}.get(name, 1.0)
     lower_bounds = torch.full((len(sizes),), lower_bound, device=DEVICE) * scale
@@ -224,87 +263,116 @@ class NoDivisionByNumbers(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_merge_mean_also_in_the_order_of_the_parts_and_of_no_capacity(kernels: Any) -> None:
-    for counts in ([5], [0], [7, 7], [40, 0, 33], [60, 60, 1, 60, 0], [0, 0]):
-        parts = [selection_of(90, k, max(k, 9), seed) for seed, k in enumerate(counts)]
-        merged = kernels.merge_mean(parts, len(parts), 90)
-        with NoDivisionByNumbers():
-            theirs = REFERENCE.merge_mean(parts, len(parts), 90).valid()
-        with case(counts):
-            assert all(map(same, merged.valid(), theirs)) and theirs[0].dtype == torch.int64
-            assert not merged.values[len(theirs[1]) :].any()
+@pytest.mark.parametrize("counts", [[5], [0], [7, 7], [40, 0, 33], [60, 60, 1, 60, 0], [0, 0]])
+def test_merge_mean_has_the_reference_s_bits(kernels: Any, counts: list[int]) -> None:
+    parts = [selection_of(90, k, max(k, 9), seed) for seed, k in enumerate(counts)]
+    merged = kernels.merge_mean(parts, len(parts), 90)
+    with NoDivisionByNumbers():
+        theirs = REFERENCE.merge_mean(parts, len(parts), 90).valid()
+    assert all(map(same, merged.valid(), theirs)) and theirs[0].dtype == torch.int64
+    assert not merged.values[len(theirs[1]) :].any()
+
+
+def test_merge_mean_adds_in_the_order_of_the_parts(kernels: Any) -> None:
     parts = [selection_of(1, 1, 1, 0) for _ in range(4)]
     for part, value in zip(parts, [1e8, 1.0, -1e8, 1.0], strict=True):
         part.values.fill_(value)
     assert float(kernels.merge_mean(parts, 3, 1).valid()[1]) == float(torch.tensor(1.0) / 3)
+
+
+def test_merge_mean_of_no_capacity_is_empty(kernels: Any) -> None:
     indices, means = kernels.merge_mean([selection_of(4, 0, 0, 0)] * 2, 2, 4).valid()
     assert indices.shape == means.shape == (0,) and indices.dtype == torch.int64
 
 
-def test_subtract_at_and_decay(kernels: Any) -> None:
-    lengths = [3, 0, 130, 64, 1, 0, 70]
-    bounds, factors = budget_of(lengths, [0] * 7).bounds, [0.1 * s for s in range(7)]
-    for dtypes, k in product([[torch.float32, torch.float16], *([dtype] for dtype in DTYPES)], (0, 1, 200)):
-        indices, values = selection_of(268, k, k, 1).indices.long(), random(k, 2)
-        made = []
-        for backend in (kernels, REFERENCE):
-            made.append([random(n, s).to(dtypes[s % len(dtypes)]) for s, n in enumerate(lengths)])
-            backend.subtract_at_(made[-1], bounds, indices, values, factors)
-        assert all(map(same, *made)), (dtypes, k)
-    for dtype, nesterov, n in product(DTYPES, (False, True), (0, 1, 1025)):
-        mine, theirs = ((random(n, 1).to(dtype), random(n, 2).to(dtype)) for _ in range(2))
-        kernels.decay_(*mine, 0.1, 5e-4, 0.9, nesterov)
-        REFERENCE.decay_(*theirs, 0.1, 5e-4, 0.9, nesterov)
-        assert all(map(same, mine, theirs)), (dtype, nesterov, n)
+LENGTHS = [3, 0, 130, 64, 1, 0, 70]
 
 
-def test_quantizers_and_means_of_several_ranks() -> None:
-    ours = TritonQuantizers(TILE)
-    for sizes, scales in (([0], [1.0]), ([1], [1.0]), ([33, 0, 70, 64, 1, 0, 66, 0], [1e37, 1e-40])):
-        bounds, each = budget_of(sizes, [0] * len(sizes)).bounds, random(len(sizes), 4).abs()
-        each[1:3] = tensor(0.0, float("inf"))[: len(sizes) - 1]
-        for scale in scales:
-            v = random(sum(sizes), 9) * scale
-            v[::7] = -0.0
-            with case(sizes, scale):
-                assert same(ours.largest(v, bounds), QUANTIZERS.largest(v, bounds))
-                found, expected = (coded(q, v, bounds, scale * each) for q in (ours, QUANTIZERS))
-                assert_same_codes(found, expected, v)
-    # Of codes in one tensor, as after an all-gather, or each in its own.
+@pytest.mark.parametrize("k", [0, 1, 200])
+@pytest.mark.parametrize("dtypes", [[torch.float32, torch.float16], *([dtype] for dtype in DTYPES)])
+def test_subtract_at_has_the_reference_s_bits(kernels: Any, dtypes: list[Any], k: int) -> None:
+    bounds, factors = budget_of(LENGTHS, [0] * 7).bounds, [0.1 * s for s in range(7)]
+    indices, values = selection_of(268, k, k, 1).indices.long(), random(k, 2)
+    made = []
+    for backend in (kernels, REFERENCE):
+        made.append([random(n, s).to(dtypes[s % len(dtypes)]) for s, n in enumerate(LENGTHS)])
+        backend.subtract_at_(made[-1], bounds, indices, values, factors)
+    assert all(map(same, *made))
+
+
+@pytest.mark.parametrize("n", [0, 1, 1025])
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_decay_has_the_reference_s_bits(kernels: Any, dtype: Any, nesterov: bool, n: int) -> None:
+    mine, theirs = ((random(n, 1).to(dtype), random(n, 2).to(dtype)) for _ in range(2))
+    kernels.decay_(*mine, 0.1, 5e-4, 0.9, nesterov)
+    REFERENCE.decay_(*theirs, 0.1, 5e-4, 0.9, nesterov)
+    assert all(map(same, mine, theirs))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "scale"),
+    [([0], 1.0), ([1], 1.0), *(([33, 0, 70, 64, 1, 0, 66, 0], scale) for scale in (1e37, 1e-40))],
+)
+def test_quantizers_have_the_reference_s_bits(sizes: list[int], scale: float) -> None:
+    ours, bounds, each = (
+        TritonQuantizers(TILE),
+        budget_of(sizes, [0] * len(sizes)).bounds,
+        random(len(sizes), 4).abs(),
+    )
+    each[1:3] = tensor(0.0, float("inf"))[: len(sizes) - 1]
+    v = random(sum(sizes), 9) * scale
+    v[::7] = -0.0
+    assert same(ours.largest(v, bounds), QUANTIZERS.largest(v, bounds))
+    found, expected = (coded(q, v, bounds, scale * each) for q in (ours, QUANTIZERS))
+    assert_same_codes(found, expected, v)
+
+
+@pytest.mark.parametrize("kind", [0, 1])
+@pytest.mark.parametrize("with_factors", [False, True])
+@pytest.mark.parametrize("together", [False, True])
+def test_means_of_several_ranks_have_the_reference_s_bits(together: bool, with_factors: bool, kind: int) -> None:
+    """Of codes in one tensor, as after an all-gather, or each in its own."""
     bounds, n, ranks = budget_of([33, 0, 70, 64, 1, 0, 66], [0] * 7).bounds, 234, 3
     ours, each = TritonQuantizers(TILE), random(7, 4).abs()
+    factors = each if with_factors else None
     vs = [random(n, seed) * 10.0**seed for seed in range(ranks)]
     values = [each * (seed + 1) for seed in range(ranks)]
     values[1][2] = float("inf")
     of_ranks = list(zip(*(operations(QUANTIZERS, bounds, each) for each in values), strict=True))
-    for together, factors, kind in product((False, True), (None, each), (0, 1)):
-        codes = [encode(v)[0] for (encode, _), v in zip(of_ranks[kind], vs, strict=True)]
-        rows = [torch.stack(tensors).unbind() if together else tensors for tensors in (codes, values)]
-        mine, theirs = (torch.full((n,), 7.0, device=DEVICE) for _ in range(2))
-        for q, (own, given), mean in ((ours, rows, mine), (QUANTIZERS, (codes, values), theirs)):
-            [*means(q, bounds, given, factors, ranks)][kind](own, mean)
-        assert same(mine, theirs), (together, kind)
-    for width, bits in ((1, 2), (2, 3)):
-        check_sums(TritonQuantizers(TILE), budget_of([33, 0, 70, 64, 1, 66], [0] * 6).bounds, width, bits, 2)
+    codes = [encode(v)[0] for (encode, _), v in zip(of_ranks[kind], vs, strict=True)]
+    rows = [torch.stack(tensors).unbind() if together else tensors for tensors in (codes, values)]
+    mine, theirs = (torch.full((n,), 7.0, device=DEVICE) for _ in range(2))
+    for q, (own, given), mean in ((ours, rows, mine), (QUANTIZERS, (codes, values), theirs)):
+        [*means(q, bounds, given, factors, ranks)][kind](own, mean)
+    assert same(mine, theirs)
 
 
-def test_rows_of_other_tensors_are_copied_and_small_integers_packed() -> None:
+@pytest.mark.parametrize(("width", "bits"), [(1, 2), (2, 3)])
+def test_sums_are_sent_as_levels(width: int, bits: int) -> None:
+    check_sums(TritonQuantizers(TILE), budget_of([33, 0, 70, 64, 1, 66], [0] * 6).bounds, width, bits, 2)
+
+
+def test_rows_of_other_tensors_are_copied() -> None:
     """Also where they lie at the distances of rows, each in a tensor of its own."""
     whole = torch.arange(32, device=DEVICE)
     apart = [(whole + 100 * r)[8 * r : 8 * r + 8] for r in range(3)]
     for rows, copied in ((whole.view(4, 8).unbind(), False), (apart, True), ([whole[::1]], False)):
         found = as_rows(rows)
         assert torch.equal(found, torch.stack(list(rows))) and (found.data_ptr() != rows[0].data_ptr()) == copied
-    for n in (0, 1, 8, 1003):
-        levels = torch.arange(n, device=DEVICE).mul(37).byte()
-        for bits in range(1, 9):
-            assert torch.equal(TritonQuantizers().pack(levels, bits), QUANTIZERS.pack(levels, bits)), (n, bits)
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("n", [0, 1, 8, 1003])
+def test_small_integers_are_packed_as_by_the_reference(n: int, bits: int) -> None:
+    levels = torch.arange(n, device=DEVICE).mul(37).byte()
+    assert torch.equal(TritonQuantizers().pack(levels, bits), QUANTIZERS.pack(levels, bits))
 
 
 # --- what it promises beside the results -----------------------------------------------------------
 
 
-def test_quantizers_wait_for_nothing_but_the_bounds_and_other_waits_are_noticed() -> None:
+def test_quantizers_wait_for_nothing_once_tables_are_made() -> None:
     bounds, v = budget_of([100, 28], [0, 0]).bounds, random(128, 1)
     quantizers, each = TritonQuantizers(TILE), torch.ones(2, device=DEVICE)
     coded(quantizers, v, bounds, each)
@@ -312,11 +380,21 @@ def test_quantizers_wait_for_nothing_but_the_bounds_and_other_waits_are_noticed(
         quantizers.largest(v, bounds)
         coded(quantizers, v, bounds, each)
     assert watch.seen == []
-    waits: tuple[Any, ...] = (lambda x: int(x[0]), torch.nonzero, lambda x: x[x > 0], lambda x: x.tolist())
-    for wait in waits:
-        with watching() as watch:
-            wait(torch.ones(3, device=DEVICE))
-        assert watch.seen
+
+
+WAITS: dict[str, Any] = {
+    "int": lambda x: int(x[0]),
+    "nonzero": torch.nonzero,
+    "a mask": lambda x: x[x > 0],
+    "tolist": lambda x: x.tolist(),
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_a_wait_is_noticed(name: str) -> None:
+    with watching() as watch:
+        WAITS[name](torch.ones(3, device=DEVICE))
+    assert watch.seen
 
 
 @pytest.mark.parametrize("lower_bounds", [None, [0.5, 99.0]])

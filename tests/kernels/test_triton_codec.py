@@ -155,7 +155,7 @@ def test_means() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, of values that overflow
-def test_broken_payloads_are_found_and_not_read() -> None:
+def test_broken_payloads_are_found_before_they_are_read() -> None:
     generator, end = torch.Generator().manual_seed(0), torch.tensor(3000, device=DEVICE)
     mean = torch.zeros(3000, device=DEVICE)
 

@@ -88,10 +88,9 @@ def test_a_changed_byte_is_found() -> None:
     assert not sums_on(torch.device(DEVICE), 0, 2).any()
 
 
-def test_a_mean_that_overflows_is_reported_at_the_end_of_the_step_where_the_host_first_waits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The residual makes the mean too large for fp16."""
+@pytest.fixture
+def step_whose_mean_overflows(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """The result, and where the host waited. The residual makes the mean too large for fp16."""
     monkeypatch.setattr("dgc.comm.requests.HOST", "no device of this machine")  # as on a GPU
     backend, _ = backends(TritonElementCoder(64))
     steps = Steps(METHODS["scaled signs"], backend, 1, torch.float16, True, DEVICE)
@@ -100,13 +99,22 @@ def test_a_mean_that_overflows_is_reported_at_the_end_of_the_step_where_the_host
     with warnings.catch_warnings(), watching() as watch:
         warnings.simplefilter("ignore", RuntimeWarning)  # the interpreter's, of the overflow
         (result,), _, _ = steps.step([torch.zeros(NUMEL, device=DEVICE)])
+    return result, watch.seen
+
+
+def test_a_mean_that_overflows_is_reported(step_whose_mean_overflows: Any) -> None:
+    result, _ = step_whose_mean_overflows
     assert result.nonfinite is not None and "0" in result.nonfinite
+
+
+def test_the_host_first_waits_at_the_end_of_the_step(step_whose_mean_overflows: Any) -> None:
+    _, seen = step_whose_mean_overflows
     end = {
         "elsewhere",
         "core/protocol.py overflow_message",
         "kernels/selection/__init__.py first_tensor_nonfinite",
     }
-    assert set(watch.seen) <= end | {"kernels/launch.py _table"}
+    assert set(seen) <= end | {"kernels/launch.py _table"}
 
 
 def test_blocks_agree_bit_for_bit_whatever_the_order_of_programs(monkeypatch: pytest.MonkeyPatch) -> None:

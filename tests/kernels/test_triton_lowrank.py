@@ -1,7 +1,6 @@
 """The Triton backend's low-rank products and bases: the reference's bits where sums have one term, else close."""
 
 from functools import partial
-from itertools import product
 from typing import Any
 
 import pytest
@@ -73,24 +72,34 @@ def test_a_step_begins_with_one_pass(ours: Any, given: Given, even: Any) -> None
             assert errors is None if cast is EXACT else same(errors, v[end:] - rest)
 
 
-def test_what_is_not_finite_counts_as_zero_and_later_half_steps_leave_out_what_was_sent(
-    ours: Any, given: Any
-) -> None:
-    end = len(given.v)
-    for bad, place in ((torch.nan, 0), (-torch.inf, 33 * 70 + 64), (TOO_LARGE, end - REST), (3e38, end - 1)):
-        g = torch.cat(given.g)
-        g[place], g[-1] = bad, torch.inf
-        v, pieces = given.v.clone(), list(g.split([len(piece) for piece in given.g]))
-        message = ours.begin_(v, given.batches, None, pieces, given.X[True], True, EXACT)
-        assert int(message.first_nonfinite) == place
-        assert same(v, given.v + torch.where(g.abs() < TOO_LARGE, g, 0.0)), bad
-    for even, sent in product((True, False), (given.products, [])):
-        v = given.v.clone()
-        message = ours.project(v, given.batches, sent, given.X[even], even, EXACT)
-        assert same(v, given.v) and message.first_nonfinite is None
-        plain = LowRank(REFERENCE).project(v.double().float(), given.batches, sent, given.X[even], even, EXACT)
-        assert_close(message.numbers, plain.numbers, 100)
-    # The pieces are of any length. Zeros follow them.
+END = 2 * 33 * 70 + 32 * 64 + 3 * 3 * 5 + REST  # elements of what is given
+
+
+@pytest.mark.parametrize(
+    ("bad", "place"), [(torch.nan, 0), (-torch.inf, 33 * 70 + 64), (TOO_LARGE, END - REST), (3e38, END - 1)]
+)
+def test_what_is_not_finite_counts_as_zero(ours: Any, given: Any, bad: float, place: int) -> None:
+    assert END == len(given.v)
+    g = torch.cat(given.g)
+    g[place], g[-1] = bad, torch.inf
+    v, pieces = given.v.clone(), list(g.split([len(piece) for piece in given.g]))
+    message = ours.begin_(v, given.batches, None, pieces, given.X[True], True, EXACT)
+    assert int(message.first_nonfinite) == place
+    assert same(v, given.v + torch.where(g.abs() < TOO_LARGE, g, 0.0))
+
+
+@pytest.mark.parametrize("even", [True, False])
+@pytest.mark.parametrize("sends", [True, False])
+def test_later_half_steps_leave_out_what_was_sent(ours: Any, given: Any, even: bool, sends: bool) -> None:
+    v, sent = given.v.clone(), given.products if sends else []
+    message = ours.project(v, given.batches, sent, given.X[even], even, EXACT)
+    assert same(v, given.v) and message.first_nonfinite is None
+    plain = LowRank(REFERENCE).project(v.double().float(), given.batches, sent, given.X[even], even, EXACT)
+    assert_close(message.numbers, plain.numbers, 100)
+
+
+def test_the_pieces_of_a_square_may_have_any_length(ours: Any) -> None:
+    """Zeros follow them."""
     batch, g = Batch((0, 1), 0, 1, 40, 40, 2, 1590), normal(1590, seed=1)
     X, sent = [normal(1, 2, 40, seed=2)], SentUpdate([(normal(1, 2, 40, seed=3), normal(1, 2, 40, seed=4))])
     g[700] = torch.nan
@@ -103,23 +112,28 @@ def test_what_is_not_finite_counts_as_zero_and_later_half_steps_leave_out_what_w
     assert_close(message.numbers, expected.numbers, 100)
 
 
-def test_products_and_the_rest_are_written_at_once(ours: Any, given: Given) -> None:
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        out = [torch.full((b.count, b.n, b.m), 7.0, dtype=dtype, device=DEVICE) for b in given.batches]
-        rest = [torch.empty(n, dtype=dtype, device=DEVICE) for n in (REST - 5, 0, 5)]
-        largest = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-        mean = 9 * given.errors
-        ours.outer(given.products, list(map(list, out)), mean, rest, largest)
-        for (U, W), M in zip(given.products, out, strict=True):
-            total = torch.zeros_like(M, dtype=torch.float32)
-            for k in range(U.shape[1]):
-                total += U[:, k, :, None] * W[:, k, None, :]
-            assert same(M, total.to(dtype))
-        assert same(torch.cat(rest), mean.to(dtype))
-        most = max(float(x.abs().max()) for x in (mean, *(x for pair in given.products for x in pair)))
-        assert float(largest.view(torch.float32)) == most
-    mean[3] = torch.inf
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_rest_is_written_with_the_products(ours: Any, given: Given, dtype: Any) -> None:
+    out = [torch.full((b.count, b.n, b.m), 7.0, dtype=dtype, device=DEVICE) for b in given.batches]
+    rest = [torch.empty(n, dtype=dtype, device=DEVICE) for n in (REST - 5, 0, 5)]
+    largest = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    mean = 9 * given.errors
     ours.outer(given.products, list(map(list, out)), mean, rest, largest)
+    for (U, W), M in zip(given.products, out, strict=True):
+        total = torch.zeros_like(M, dtype=torch.float32)
+        for k in range(U.shape[1]):
+            total += U[:, k, :, None] * W[:, k, None, :]
+        assert same(M, total.to(dtype))
+    assert same(torch.cat(rest), mean.to(dtype))
+    most = max(float(x.abs().max()) for x in (mean, *(x for pair in given.products for x in pair)))
+    assert float(largest.view(torch.float32)) == most
+
+
+def test_the_largest_magnitude_of_a_mean_with_inf_is_inf(ours: Any, given: Given) -> None:
+    out = [torch.empty(b.count, b.n, b.m, device=DEVICE) for b in given.batches]
+    mean, largest = 9 * given.errors, torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    mean[3] = torch.inf
+    ours.outer(given.products, list(map(list, out)), mean, [torch.empty(REST, device=DEVICE)], largest)
     assert float(largest.view(torch.float32)) == torch.inf
 
 
@@ -128,7 +142,7 @@ def assert_orthonormal(x: Any) -> None:
     assert float((x.double() @ x.double().mT - eye).abs().max()) < 2e-6
 
 
-def test_bases_also_of_rows_without_a_direction_and_as_the_authors_have_them(ours: Any) -> None:
+def test_orthonormal_bases_span_the_rows_in_their_order(ours: Any) -> None:
     xs = [normal(2, 3, 2100), 1e-30 * normal(1, 1, 9), normal(3, 4, 4), 1e30 * normal(1, 2, 65)]
     for x, basis in zip(xs, ours.orthonormal(xs, False, 1e-8, 2**32 - 1), strict=True):
         assert_orthonormal(basis)
@@ -136,27 +150,44 @@ def test_bases_also_of_rows_without_a_direction_and_as_the_authors_have_them(our
         for k in range(1, x.shape[1] + 1):
             part, first = basis[:, :k].double(), wide[:, :k]
             assert bool(((first - first @ part.mT @ part).norm(dim=2) <= 1e-6 * first.norm(dim=2)).all())
+
+
+def rows_without_a_direction() -> Any:
+    """Zeros, NaN and inf, and rows that depend on others; the last matrix has none."""
     x = normal(4, 4, 30)
     x[0] = 0
     x[1, 0], x[1, 2] = torch.inf, torch.nan
     x[2, 1], x[2, 2] = 2 * x[2, 0], x[2, 0] + 1e-5 * x[2, 3]
-    bases = [ours.orthonormal([x], False, 1e-6, key)[0] for key in (1, 1, 2)]
-    for basis in bases:
+    return x
+
+
+def test_bases_of_rows_without_a_direction_span_the_others(ours: Any) -> None:
+    x = rows_without_a_direction()
+    for key in (1, 2):
+        basis = ours.orthonormal([x], False, 1e-6, key)[0]
         assert_orthonormal(basis)
         for i, rows in ((1, [1, 3]), (2, [0, 2, 3]), (3, [0, 1, 2, 3])):
             kept, part = x[i, rows].double(), basis[i, : len(rows)].double()
             assert float((kept - kept @ part.mT @ part).norm(dim=1).max()) < 1e-4
-    assert same(bases[0], bases[1]) and not torch.equal(bases[0], bases[2])
-    assert same(bases[0][3], bases[2][3])
-    # the authors divide by the length of all rows
+
+
+def test_bases_of_rows_without_a_direction_depend_on_the_key(ours: Any) -> None:
+    one, again, other = (ours.orthonormal([rows_without_a_direction()], False, 1e-6, key)[0] for key in (1, 1, 2))
+    assert same(one, again) and not torch.equal(one, other)
+    assert same(one[3], other[3])
+
+
+def test_the_authors_divide_a_row_by_the_length_of_all_rows(ours: Any) -> None:
     y, zero = normal(5, 1, 20), torch.zeros(2, 1, 7, device=DEVICE)
-    alone, nothing, both = ours.orthonormal([y, zero, normal(2, 2, 20)], True, 1e-8, 0)
+    alone, nothing, several = ours.orthonormal([y, zero, normal(2, 2, 20)], True, 1e-8, 0)
     assert_close(alone, y.double() / y.double().norm(), 1)
     assert not nothing.any()
-    assert_orthonormal(both)
+    assert_orthonormal(several)
 
 
-def test_the_order_of_programs_changes_nothing_and_nothing_waits(ours: Any, given: Any, monkeypatch: Any) -> None:
+@pytest.fixture
+def run(ours: Any, given: Any) -> Any:
+    """A function that does every operation of a step, and returns all results."""
     sent, largest = SentUpdate(given.products, given.errors), torch.zeros(1, dtype=torch.int32, device=DEVICE)
     out = [torch.empty(b.count, b.n, b.m, device=DEVICE) for b in given.batches]
 
@@ -167,18 +198,26 @@ def test_the_order_of_programs_changes_nothing_and_nothing_waits(ours: Any, give
         found += ours.orthonormal(message.Y, False, 1e-8, 5)
         found += [ours.project(v, given.batches, given.products, given.X[False], False, EXACT).numbers]
         ours.outer(given.products, list(map(list, out)), given.errors, [], largest)
-        return [v, *found, *(M.clone() for M in out), largest]
+        return [v, *found, *(M.clone() for M in out), largest.clone()]
 
+    return run
+
+
+def test_nothing_waits_once_tables_are_made(run: Any) -> None:
     expected = run()
     with watching() as watch:
         again = run()
     assert watch.seen == [] and all(map(same, again, expected))
+
+
+def test_the_order_of_programs_changes_nothing(run: Any, monkeypatch: Any) -> None:
+    expected = run()
     for order in ORDERS:
         monkeypatch.setattr("triton.runtime.interpreter.range", order, raising=False)
         assert all(map(same, run(), expected))
 
 
-def test_factors_in_several_tensors_are_copied_and_a_bucket_too_large_for_32_bits_is_refused() -> None:
+def test_factors_in_several_tensors_are_copied_into_one() -> None:
     whole = normal(60)
     parts = [whole[:20].view(2, 2, 5), whole[20:].view(1, 4, 10)[:, 1:3]]
     for factors, copied in ((parts, False), ([parts[0], parts[1].clone()], True), ([parts[1].mT], True)):
@@ -186,6 +225,9 @@ def test_factors_in_several_tensors_are_copied_and_a_bucket_too_large_for_32_bit
         assert (memory.data_ptr() == whole.data_ptr()) != copied
         for (start, matrix, row), x in zip(places, factors, strict=True):
             assert same(memory.as_strided(x.shape, (matrix, row, 1), start), x.contiguous())
+
+
+def test_a_bucket_too_large_for_32_bits_is_refused() -> None:
     with pytest.raises(ValueError, match="2147483640 elements is too large"):
         tiles_of((), (2**31 - 8,), torch.device(DEVICE), 0)
 
@@ -193,8 +235,8 @@ def test_factors_in_several_tensors_are_copied_and_a_bucket_too_large_for_32_bit
 @pytest.mark.parametrize(
     "settings", [{}, {"num_iters_per_step": 2}, {"mode": "paper", "wire": "fp16"}, {"mode": "square"}], ids=str
 )
-def test_steps_and_dropped_steps_lose_nothing(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where dimension 0 is not outermost in memory."""
+def test_steps_lose_nothing(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also a dropped one, and where dimension 0 is not outermost in memory."""
     monkeypatch.setattr(backends, "_asked", "triton")
     for dtype in (torch.float32, torch.bfloat16)[: 1 + (settings == {})]:
         like = [torch.zeros(6, 9, dtype=dtype), torch.zeros(5, dtype=dtype), torch.zeros(9, 6, dtype=dtype).T]
