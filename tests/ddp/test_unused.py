@@ -41,7 +41,7 @@ def backward(model: Any, step: int, used: set[int], factor: float = 1.0) -> None
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified", "ignore:.*use TwoPhaseCompressor")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("method", METHODS)
-def test_a_parameter_that_no_rank_has_used_gets_no_gradient_and_does_not_move(mode: str, method: str) -> None:
+def test_a_parameter_that_no_rank_has_used_does_not_move_for_want_of_a_gradient(mode: str, method: str) -> None:
     model = build(mode, method)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     weights = [p.clone() for p in model.module.branches[2].parameters()]
@@ -58,7 +58,7 @@ def test_a_parameter_that_no_rank_has_used_gets_no_gradient_and_does_not_move(mo
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("method", METHODS)
-def test_a_parameter_that_was_used_and_whose_gradient_is_zero_gets_zeros(mode: str, method: str) -> None:
+def test_a_used_parameter_whose_gradient_is_zero_gets_zeros(mode: str, method: str) -> None:
     model = build(mode, method)
     for step in range(3):
         model.zero_grad()

@@ -207,7 +207,7 @@ def after_backward(build: Any, transport: Transport) -> tuple[Trained, Any]:
 
 
 @pytest.mark.parametrize("build", DURING_BACKWARD.values(), ids=DURING_BACKWARD)
-def test_a_state_between_backward_and_step_is_refused(transport: Transport, build: Any) -> None:
+def test_a_state_after_backward_is_refused_until_the_step(transport: Transport, build: Any) -> None:
     trained, _ = after_backward(build, transport)
     with pytest.raises(RuntimeError, match=TOO_EARLY):
         trained.state()

@@ -143,7 +143,7 @@ with_both = pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMI
 
 
 def resumed(adapter: str, optimizer: Any, transport: Any, compression: Any, also: bool) -> list[str]:
-    """The warnings of a run that loads the optimizer's state, and with `also` that of the exchange."""
+    """The warnings of a run that loads the optimizer's state, and with `also` the exchange's state."""
     first = Trained(adapter, optimizer, compression(), transport)
     first.train(3)
     states = copy.deepcopy((first.optimizer.state_dict(), first.owner.compression_state_dict()))

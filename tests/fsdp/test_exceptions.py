@@ -126,7 +126,7 @@ def test_an_exception_in_forward_changes_nothing(transport: Transport) -> None:
 
 
 def test_gradients_that_were_accumulated_before_an_exception_are_dropped(transport: Transport) -> None:
-    """As reset_iter_state() does with those of HSDP: the sequence of passes begins again."""
+    """As reset_iter_state() does with the sums of HSDP: the sequence of passes begins again."""
     one, other = Trainer(transport), Trainer(transport)
     for trainer in (one, other):
         for step in range(3):

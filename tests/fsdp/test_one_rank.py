@@ -103,7 +103,7 @@ def errors_of(quantizer: Any) -> Any:
 
 
 @pytest.mark.parametrize("error", ["int8", "float32"])
-def test_a_damaged_state_is_refused_and_changes_nothing(transport: Transport, error: str) -> None:
+def test_a_damaged_state_is_refused_before_anything_changes(transport: Transport, error: str) -> None:
     model = alone(transport)
     quantizer, optimizer = quantize(model, 4, error=error), torch.optim.SGD(model.parameters(), lr=0.02)
     own = next(iter(quantizer._sums))

@@ -54,7 +54,7 @@ for library in libraries:
 
 
 class Exchange:
-    """Of one rank: keeps the state that it loads. It refuses that of another rank."""
+    """Of one rank: keeps the state that it loads. It refuses the state of another rank."""
 
     def __init__(self, transport: Any) -> None:
         self.transport, self.state = transport, dict[str, Any]()
@@ -64,7 +64,7 @@ class Exchange:
 
     def load_compression_state_dict(self, state: dict[str, Any]) -> None:
         if state["rank"] != self.transport.rank:
-            raise ValueError("this state is that of another rank")
+            raise ValueError("this state belongs to another rank")
         self.state = state
 
 
@@ -121,7 +121,7 @@ DAMAGES: dict[str, Any] = {
 
 @pytest.mark.usefixtures("no_type_checks")
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_file_is_one_error_on_all_ranks_with_rank_and_file(damage: str, tmp_path: Path) -> None:
+def test_a_damaged_file_is_one_error_on_all_ranks(damage: str, tmp_path: Path) -> None:
     world = saved(tmp_path)
     DAMAGES[damage](tmp_path / "exchange1.pt")
     (told,) = set(world.run(partial(loaded, folder=tmp_path)))
@@ -134,7 +134,7 @@ def test_the_file_of_another_rank_is_one_error_on_all_ranks(tmp_path: Path) -> N
     world = saved(tmp_path)
     shutil.copy(tmp_path / "exchange1.pt", tmp_path / "exchange0.pt")
     (told,) = set(world.run(partial(loaded, folder=tmp_path)))
-    assert told == f"rank 0 cannot use {tmp_path / 'exchange0.pt'}: this state is that of another rank"
+    assert told == f"rank 0 cannot use {tmp_path / 'exchange0.pt'}: this state belongs to another rank"
 
 
 @pytest.mark.usefixtures("no_type_checks")
@@ -202,67 +202,126 @@ def test_two_models_of_one_accelerator_need_two_names(tmp_path: Path, request: p
     assert len(accelerator.saves) == len(accelerator.loads) == 2
 
 
-def test_the_optimizers_of_lightning_and_accelerate_are_known() -> None:
+def optimizer_of_fabric(optimizer: Any) -> Any:
     pytest.importorskip("lightning.fabric")
-    pytest.importorskip("accelerate")
-    from accelerate.optimizer import AcceleratedOptimizer
-    from lightning.fabric.wrappers import _FabricModule, _FabricOptimizer
+    from lightning.fabric.wrappers import _FabricOptimizer
+
+    return _FabricOptimizer(optimizer, Mock())
+
+
+def optimizer_of_lightning(optimizer: Any) -> Any:
+    pytest.importorskip("lightning.fabric")
     from lightning.pytorch.core.optimizer import LightningOptimizer
 
-    sgd = DGCSGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    return LightningOptimizer(optimizer)
+
+
+def optimizer_of_accelerate(optimizer: Any) -> Any:
+    pytest.importorskip("accelerate")
+    from accelerate.optimizer import AcceleratedOptimizer
+
     accelerated = AcceleratedOptimizer.__new__(AcceleratedOptimizer)  # its constructor needs an Accelerator
-    accelerated.optimizer = sgd
-    for optimizer in (_FabricOptimizer(sgd, Mock()), LightningOptimizer(sgd), accelerated):
-        assert unwrapped(optimizer) is sgd
-        with pytest.raises(ValueError, match="steps another optimizer, DGCSGD"):
-            check_steps(optimizer, "DistributedOptimizer")
+    accelerated.optimizer = optimizer
+    return accelerated
+
+
+@pytest.mark.parametrize("wrap", [optimizer_of_fabric, optimizer_of_lightning, optimizer_of_accelerate])
+def test_the_optimizer_of_a_trainer_is_known_by_the_one_that_it_wraps(wrap: Any) -> None:
+    sgd = DGCSGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    optimizer = wrap(sgd)
+    assert unwrapped(optimizer) is sgd
+    with pytest.raises(ValueError, match="steps another optimizer, DGCSGD"):
+        check_steps(optimizer, "DistributedOptimizer")
+
+
+def test_the_model_of_fabric_is_known_by_the_one_that_it_wraps() -> None:
+    pytest.importorskip("lightning.fabric")
+    from lightning.fabric.wrappers import _FabricModule
+
     with pytest.raises(ValueError, match="needs a model in DistributedDataParallel, not Linear"):
         check_model(_FabricModule(torch.nn.Linear(2, 2), Mock()))
 
 
-def test_the_callback_needs_its_trainer_and_ddp() -> None:
+ONE_PROCESS, TWO_PROCESSES = (SimpleNamespace(world_size=n, n_gpu=0) for n in (1, 2))
+
+
+def callback_of_transformers() -> Any:
     pytest.importorskip("transformers")
     from dgc.integrations.transformers import CompressionCallback
 
-    compression = CompressionCallback(PowerSGDCompressor(rank=2))
-    one, several = (SimpleNamespace(world_size=n, n_gpu=0) for n in (1, 2))
-    with pytest.raises(RuntimeError, match=r"call attach\(trainer\) before"):
-        compression.on_train_begin(several, None, None)
+    return CompressionCallback(PowerSGDCompressor(rank=2))
+
+
+def trainer_of_transformers() -> Any:
+    """The parts of a Trainer that the callback uses. Its model is in no DistributedDataParallel."""
     handler = SimpleNamespace(callbacks=[])
     trainer: Any = SimpleNamespace(callback_handler=handler, add_callback=handler.callbacks.append)
     trainer.model_wrapped, trainer.train = torch.nn.Linear(2, 2), lambda *_: None
+    return trainer
+
+
+def test_the_callback_needs_its_trainer() -> None:
+    with pytest.raises(RuntimeError, match=r"call attach\(trainer\) before"):
+        callback_of_transformers().on_train_begin(TWO_PROCESSES, None, None)
+
+
+def test_the_callback_is_attached_to_one_trainer() -> None:
+    compression, trainer = callback_of_transformers(), trainer_of_transformers()
     compression.attach(trainer)
-    assert handler.callbacks == [compression]
+    assert trainer.callback_handler.callbacks == [compression]
     with pytest.raises(ValueError, match="has a Trainer already"):
         compression.attach(trainer)
+
+
+def test_the_callback_needs_a_model_in_ddp() -> None:
+    compression = callback_of_transformers()
+    compression.attach(trainer_of_transformers())
     with pytest.raises(ValueError, match="into Linear, and compression needs DistributedDataParallel"):
-        compression.on_train_begin(several, None, None)
+        compression.on_train_begin(TWO_PROCESSES, None, None)
+
+
+def test_the_callback_does_nothing_in_a_single_process() -> None:
+    compression = callback_of_transformers()
+    compression.attach(trainer_of_transformers())
     with pytest.warns(UserWarning, match="nothing is compressed"):
-        compression.on_train_begin(one, None, None)
-    compression.on_save(one, None, None)
+        compression.on_train_begin(ONE_PROCESS, None, None)
+    compression.on_save(ONE_PROCESS, None, None)
     assert compression.exchange is None
 
 
 def made() -> Any:
-    """A config with compression, whose parallelize_fn returns what that of the model gets."""
+    """A config with compression, whose parallelize_fn returns what the model's own one gets."""
     config = config_of(lambda model, *, parallel_dims, training, parallelism: (model, parallel_dims))
     assert compressed(config, DenseCompressor()) is config
     return config
 
 
-def test_the_model_is_sharded_without_replicas_and_other_parallelism_is_refused() -> None:
+def test_the_model_is_sharded_without_replicas() -> None:
     model, dims = parallelized(made(), "model", dims_of())
     assert model == "model" and not dims.dp_replicate_enabled and dims.dp_replicate == 2
-    # settings that a command line has changed
-    graphs, backend = made(), made()
-    graphs.training.disable_cuda_graphs = False
-    backend.parallelism.spmd_backend = "full_dtensor"
-    names = {"pp": "pipeline", "tp": "tensor", "cp": "context", "ep": "expert"}
-    others = [(made(), {f"{kind}_enabled": True}, f"{name} parallelism") for kind, name in names.items()]
-    changed: list[Any] = [(graphs, {}, "CUDA graphs"), (backend, {}, "--parallelism.spmd_backend other")]
-    for config, enabled, message in [*others, *changed]:
-        with pytest.raises(ValueError, match=f"does not support {message}"):
-            parallelized(config, "model", dims_of(**enabled))
+
+
+PARALLELISM = {"pp": "pipeline", "tp": "tensor", "cp": "context", "ep": "expert"}
+
+
+@pytest.mark.parametrize(("kind", "name"), PARALLELISM.items())
+def test_other_parallelism_is_refused(kind: str, name: str) -> None:
+    with pytest.raises(ValueError, match=f"does not support {name} parallelism"):
+        parallelized(made(), "model", dims_of(**{f"{kind}_enabled": True}))
+
+
+def test_cuda_graphs_of_the_command_line_are_refused() -> None:
+    config = made()
+    config.training.disable_cuda_graphs = False
+    with pytest.raises(ValueError, match="does not support CUDA graphs"):
+        parallelized(config, "model", dims_of())
+
+
+def test_another_backend_of_the_command_line_is_refused() -> None:
+    config = made()
+    config.parallelism.spmd_backend = "full_dtensor"
+    with pytest.raises(ValueError, match="does not support --parallelism.spmd_backend other"):
+        parallelized(config, "model", dims_of())
 
 
 @pytest.mark.parametrize("library", ["transformers", "lightning"])

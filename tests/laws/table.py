@@ -383,8 +383,8 @@ def reduce_scatter_bytes(form: formats.SparseFormat, bucket: Bucket, size: int, 
 
 
 def gtopk_bytes(bucket: Bucket, size: int, rank: int) -> int:
-    """A header, the selection in a rank's first message, and twice as many elements in those of sums: one in every
-    doubling of the power of two up to N, and one to its twin beyond that power.
+    """A header, the selection in a rank's first message, and twice as many elements in messages of sums: one in
+    every doubling of the power of two up to N, and one to its twin beyond that power.
     """
     k, doublings = kept(bucket), size.bit_length() - 1
     power = 2**doublings

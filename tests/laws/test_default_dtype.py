@@ -128,15 +128,19 @@ def test_compressors_in_plain_torch() -> None:
         kernels.use("auto")
 
 
-def test_selectors_and_payloads() -> None:
+@pytest.mark.parametrize("name", SELECTORS)
+def test_selectors(name: str) -> None:
     sizes = (1500, 300, 0, 3, 1)
     data = [make(sum(sizes)) for make in DATA.values()]
 
     def chosen() -> list[Tensor]:
-        quotas = {name: quota_for(*sizes, ratio=0.01) for name in SELECTORS}
-        return [chosen_by(SELECTORS[name], v, quotas[name], 1) for name in SELECTORS for v in data]
+        quota = quota_for(*sizes, ratio=0.01)
+        return [chosen_by(SELECTORS[name], v, quota, 1) for v in data]
 
     check(chosen)
+
+
+def test_payloads() -> None:
     count, numel = 131, 3000
     budget, selection = budget_of(count, 0, 20, numel), selection_of(scattered(numel, count))
 
@@ -184,14 +188,17 @@ def test_gossip(make: Callable[[], Gossip]) -> None:
     check(lambda: average_models(make, LockstepWorld(2)))
 
 
-def test_gossip_between_machines_and_of_asynchronous_ranks() -> None:
+def test_gossip_between_machines() -> None:
+    check(lambda: average_models(lambda: HierarchicalGossip(CHOCO(gossip.grid)), LockstepWorld(4, 2)))
+
+
+def test_gossip_of_asynchronous_ranks() -> None:
     def averaged() -> list[Tensor]:
         simulation = Simulation(bipartite_complete(4), seed=4)
         simulation.run(160)
         simulation.drain()
         return simulation.xs
 
-    check(lambda: average_models(lambda: HierarchicalGossip(CHOCO(gossip.grid)), LockstepWorld(4, 2)))
     check(averaged)
 
 
@@ -247,7 +254,7 @@ def test_optimizers(make: Callable[[torch.nn.Module, LockstepTransport], Any]) -
     check(lambda: [t for found in LockstepWorld(2).run(declared(body)) for t in found])
 
 
-def test_objects_and_barriers() -> None:
+def test_objects() -> None:
     def body(transport: LockstepTransport) -> object:
         barrier(transport)
         return broadcast_object(transport, list(range(3000))), all_gather_object(transport, "x" * transport.rank)

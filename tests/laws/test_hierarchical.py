@@ -89,7 +89,7 @@ def four(step: int) -> list[list[Tensor]]:
 
 
 @pytest.mark.parametrize(("row", "machines", "local_size"), WORLDS, ids=lambda one: getattr(one, "name", one))
-def test_equals_means_of_machines_and_the_method_between_them(row: Row, machines: int, local_size: int) -> None:
+def test_it_equals_the_method_between_the_means_of_machines(row: Row, machines: int, local_size: int) -> None:
     fleet = Machines(row.make, machines, local_size)
     reference = Reference(row.make, fleet)
     for step in range(4):
@@ -100,15 +100,28 @@ def test_equals_means_of_machines_and_the_method_between_them(row: Row, machines
     assert all(map(torch.equal, fleet.errors(), reference.errors()))
 
 
-@every_row
-def test_a_reloaded_state_goes_on_bit_for_bit_and_a_dropped_step_returns_what_was_sent(row: Row) -> None:
-    fleet, other = Machines(row.make, 2, 2), Machines(row.make, 2, 2, seed=1)
-    for step in range(3):
-        fleet.step(four(step))
+def check_that_a_state_goes_on(row: Row, fleet: Machines, steps: range) -> None:
+    other = Machines(row.make, 2, 2, seed=1)
     for old, new in zip(fleet.states, other.states, strict=True):
         new.load_state_dict(old.state_dict())
-    for step in range(3, 6):
-        assert all(map(torch.equal, *([f.step(four(step))[0], *f.errors()] for f in (fleet, other))))
+    for step in steps:
+        here, there = ([f.step(four(step))[0], *f.errors()] for f in (fleet, other))
+        assert bool(here[0].isfinite().all()) and all(map(torch.equal, here, there))
+
+
+@every_row
+def test_a_reloaded_state_goes_on_bit_for_bit(row: Row) -> None:
+    fleet = Machines(row.make, 2, 2)
+    for step in range(3):
+        fleet.step(four(step))
+    check_that_a_state_goes_on(row, fleet, range(3, 6))
+
+
+@every_row
+def test_a_dropped_step_returns_what_was_sent(row: Row) -> None:
+    fleet = Machines(row.make, 2, 2)
+    for step in range(3):
+        fleet.step(four(step))
     for i, bad in ((4, "nan"), (0, "-inf")):
         before, own = fleet.errors(), four(9)
         own[2][i].view(-1)[0] = float(bad)
@@ -119,14 +132,13 @@ def test_a_reloaded_state_goes_on_bit_for_bit_and_a_dropped_step_returns_what_wa
             if row.keeps:
                 mean = (flat(own[2 * machine]).float() + flat(own[2 * machine + 1]).float()) / 2
                 assert torch.equal(left.float(), error.float() + mean.nan_to_num(0.0, 0.0, 0.0))
-    for old, new in zip(fleet.states, other.states, strict=True):  # after a dropped step too
-        new.load_state_dict(old.state_dict())
-    here, there = ([f.step(four(10))[0], *f.errors()] for f in (fleet, other))
-    assert fleet.nonfinite == [None] * 4 and bool(here[0].isfinite().all()) and all(map(torch.equal, here, there))
+    check_that_a_state_goes_on(row, fleet, range(10, 11))  # after a dropped step too
+    assert fleet.nonfinite == [None] * 4
 
 
 @every_row
-def test_fewer_tensors_than_ranks_empty_ones_and_half_precision(row: Row) -> None:
+def test_a_bucket_may_have_fewer_tensors_than_a_machine_has_ranks(row: Row) -> None:
+    """And empty tensors."""
     for shapes in (((8, 6),), ((0, 4),), ((), (3,))):
         like = [torch.zeros(shape, dtype=torch.float32) for shape in shapes]
         fleet = Machines(row.make, 2, 3, like)
@@ -136,6 +148,10 @@ def test_fewer_tensors_than_ranks_empty_ones_and_half_precision(row: Row) -> Non
             expected = reference.step(own)
             assert all(torch.equal(result, expected) for result in fleet.step(own))
         assert {meter.rounds for meter in fleet.world.meters} == {fleet.world.meters[0].rounds}
+
+
+@every_row
+def test_gradients_of_half_precision_have_means_of_their_type(row: Row) -> None:
     for dtype in (torch.float16, torch.bfloat16):
         fleet = Machines(row.make, 2, 2, [tensor.to(dtype) for tensor in LIKE])
         for step in range(2):
@@ -144,7 +160,7 @@ def test_fewer_tensors_than_ranks_empty_ones_and_half_precision(row: Row) -> Non
             assert all(torch.equal(means[0], mean) for mean in means)
 
 
-def test_rounds_are_those_of_the_longest_share_and_two() -> None:
+def test_a_step_takes_two_rounds_more_than_its_longest_share() -> None:
     """PowerSGD needs four rounds for a share with matrices and one for a share of vectors."""
     like = [torch.zeros(1500, dtype=torch.float32), torch.zeros((40, 40), dtype=torch.float32)]
     fleet, rounds = Machines(lambda: PowerSGDCompressor(1, num_iters_per_step=4), 2, 2, like), [0]
@@ -157,7 +173,7 @@ def test_rounds_are_those_of_the_longest_share_and_two() -> None:
     assert rounds[1:] == [1 + 4 + 1, 1 + 4 + 1, 1 + 4 + 1 + 1, 1 + 4 + 1]  # a round more says which rank has NaN
 
 
-def test_machine_means_that_overflow_on_the_way_and_a_complaint_without_a_cause_are_no_ranks_fault() -> None:
+def test_a_mean_of_machines_that_overflows_names_no_rank() -> None:
     fleet = Machines(FP16Compressor, 2, 2)
     own = [[g * 0 + 50000.0 for g in of_rank] for of_rank in four(0)]
     fleet.step(own)
@@ -166,6 +182,8 @@ def test_machine_means_that_overflow_on_the_way_and_a_complaint_without_a_cause_
     (text,) = set(fleet.nonfinite)
     assert text is not None and "of p0 overflows the dtype that carries it (no rank has NaN or inf)" in text
 
+
+def test_a_complaint_of_a_compressor_without_a_cause_names_the_bucket() -> None:
     class Complains(StatelessCompressor):
         def reduce(self, bucket: Any, state: Any) -> Any:
             (mean,) = yield (AllReduce(bucket.flat),)
@@ -179,7 +197,7 @@ def test_machine_means_that_overflow_on_the_way_and_a_complaint_without_a_cause_
 
 @contextmanager
 def on_a_device(reads: list[Read]) -> Iterator[None]:
-    """Tensors count as those of a device, whose numbers only a `Read` can get."""
+    """Tensors count as tensors of a device, whose numbers only a `Read` can get."""
 
     class Counted(Read):
         def __init__(self, numbers: Tensor):
@@ -224,14 +242,20 @@ DIVISIONS: list[Any] = [  # sizes, loads, and the first of each group
 ]
 
 
-def test_groups_balance_the_loads_of_ranks_and_messages_between_single_ranks_are_refused() -> None:
-    for sizes, loads, firsts in DIVISIONS:
-        segments = [Segment(str(i), sum(sizes[:i]), n, (n,), (1,)) for i, n in enumerate(sizes)]
-        assert divide(segments, loads) == firsts, (sizes, loads)
+@pytest.mark.parametrize(("sizes", "loads", "firsts"), DIVISIONS)
+def test_tensors_are_divided_to_balance_the_loads_of_ranks(sizes: Any, loads: Any, firsts: list[int]) -> None:
+    segments = [Segment(str(i), sum(sizes[:i]), n, (n,), (1,)) for i, n in enumerate(sizes)]
+    assert divide(segments, loads) == firsts
+
+
+def test_the_loads_of_ranks_are_balanced_over_buckets() -> None:
     compressor = HierarchicalCompressor(DenseCompressor(), MachineRank(0, 2, 0, 4))
     for i in range(8):
         compressor.init(make_bucket(str(i), [(f"p{i}", torch.zeros(100))]), 8, 0)
     assert compressor._loads == [200] * 4
+
+
+def test_messages_between_single_ranks_are_refused() -> None:
     assert POINT_TO_POINT
     for row in POINT_TO_POINT:
         with pytest.raises(ValueError, match="sends messages from rank to rank"):

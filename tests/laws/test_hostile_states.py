@@ -70,7 +70,7 @@ def check(state: Any, now: Callable[[], Any], load: Callable[[Any], None], numbe
 
 @pytest.mark.parametrize(("name", "make"), METHODS, ids=[name for name, _ in METHODS])
 @pytest.mark.parametrize("number", [12, pytest.param(300, marks=pytest.mark.proof)])
-def test_a_compressor_refuses_a_damaged_state_and_keeps_its_own(name: str, make: Any, number: int) -> None:
+def test_a_compressor_keeps_its_own_state_in_place_of_a_damaged_one(name: str, make: Any, number: int) -> None:
     fleet, other = testing.Fleet(make, 2, LIKE), testing.Fleet(make, 2, LIKE)
     for step in range(2):
         fleet.step([testing.gradients(rank, step, tuple(t.shape for t in LIKE)) for rank in range(2)])
@@ -80,7 +80,7 @@ def test_a_compressor_refuses_a_damaged_state_and_keeps_its_own(name: str, make:
 
 @pytest.mark.parametrize("name", MORE)
 @pytest.mark.parametrize("number", [40, pytest.param(1000, marks=pytest.mark.proof)])
-def test_an_adapter_refuses_a_damaged_state_and_keeps_its_own(name: str, number: int) -> None:
+def test_an_adapter_keeps_its_own_state_in_place_of_a_damaged_one(name: str, number: int) -> None:
     def body(transport: Any) -> int:
         state = MORE[name](transport).train(range(3)).state()
         own = MORE[name](transport)
@@ -90,7 +90,7 @@ def test_an_adapter_refuses_a_damaged_state_and_keeps_its_own(name: str, number:
 
 
 def test_a_compressor_refuses_the_states_of_all_other_methods() -> None:
-    """Also where the tables have equal names, as those of DoubleSqueeze and two phases."""
+    """Also where the tables have equal names, as in DoubleSqueeze and in two phases."""
     states = {}
     for name, make in METHODS:
         kept = testing.Fleet(make, 2, LIKE).states[1]

@@ -45,6 +45,12 @@ def test_replicas_are_bitwise_equal(row: Row, size: int) -> None:
     testing.check_replicas(row.make, size)
 
 
+@each(row for row in TABLE if row.conserves)
+@two_and_more
+def test_nothing_is_lost(row: Row, size: int) -> None:
+    testing.check_nothing_lost(row.make, size, row.tolerance)
+
+
 @every_row
 def test_one_object_serves_all_ranks(row: Row) -> None:
     """It has settings only: each rank gets the bits of an object of its own."""
@@ -58,11 +64,14 @@ def test_one_object_serves_all_ranks(row: Row) -> None:
 
 @every_row
 @two_and_more
-def test_nothing_is_lost_and_a_reloaded_state_goes_on_bit_for_bit(row: Row, size: int) -> None:
-    """After a dropped step what a rank sent is its own again, bit for bit; NaN and inf count as zero."""
-    if row.conserves:
-        testing.check_nothing_lost(row.make, size, row.tolerance)
+def test_a_reloaded_state_goes_on_bit_for_bit(row: Row, size: int) -> None:
     testing.check_state(row.make, size)
+
+
+@every_row
+@two_and_more
+def test_what_a_dropped_step_sent_is_a_rank_s_own_again(row: Row, size: int) -> None:
+    """Bit for bit; NaN and inf count as zero."""
     for make in filter(None, (row.make, row.dense_limit)):
         testing.check_dropped_step(make, size, row.conserves)
 
@@ -119,14 +128,19 @@ def test_a_state_with_nan_is_refused(row: Row) -> None:
 
 
 @every_row
-def test_zeros_stay_zero_and_smallest_buckets(row: Row) -> None:
-    for size in (1, 3):
-        fleet = testing.Fleet(row.make, size)
-        for _ in range(2):
-            mean = fleet.step([testing.LIKE] * size)[0]
-            assert bool(torch.isfinite(mean).all()) and (not mean.any() or not row.at_zero), size
-    for shapes, size in product(SMALLEST, (1, 3)):
-        with case(shapes, "of", size, "ranks"):
+@one_and_more
+def test_zeros_stay_zero(row: Row, size: int) -> None:
+    fleet = testing.Fleet(row.make, size)
+    for _ in range(2):
+        mean = fleet.step([testing.LIKE] * size)[0]
+        assert bool(torch.isfinite(mean).all()) and (not mean.any() or not row.at_zero)
+
+
+@every_row
+@one_and_more
+def test_the_smallest_buckets_have_finite_means(row: Row, size: int) -> None:
+    for shapes in SMALLEST:
+        with case(shapes):
             fleet = testing.Fleet(row.make, size, [torch.zeros(shape, dtype=torch.float32) for shape in shapes])
             own = [testing.gradients(rank, 0, shapes) for rank in range(size)]
             mean = fleet.step(own)[0]
@@ -205,14 +219,18 @@ def test_nonfinite_gradients_are_named_alike_on_every_rank(row: Row) -> None:
 
 
 @every_row
-def test_metered_bytes_are_the_formula_s_and_the_ratio_tells_whether_bytes_are_saved(row: Row) -> None:
-    for size in (1, 2, 5):
-        fleet = testing.Fleet(row.make, size)
-        for step in range(2):
-            fleet.step([testing.gradients(rank, step) for rank in range(size)])
-        for rank, (meter, bucket) in enumerate(zip(fleet.world.meters, fleet.buckets, strict=True)):
-            assert meter.payload_bytes == 2 * row.payload(bucket, size, rank), (size, rank)
-    # Below 1 where less than 2 bytes per element travel, and only where less than dense fp32's 4 do.
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_metered_bytes_are_the_formula_s(row: Row, size: int) -> None:
+    fleet = testing.Fleet(row.make, size)
+    for step in range(2):
+        fleet.step([testing.gradients(rank, step) for rank in range(size)])
+    for rank, (meter, bucket) in enumerate(zip(fleet.world.meters, fleet.buckets, strict=True)):
+        assert meter.payload_bytes == 2 * row.payload(bucket, size, rank), rank
+
+
+@every_row
+def test_the_ratio_tells_whether_bytes_are_saved(row: Row) -> None:
+    """Below 1 where less than 2 bytes per element are sent, and only where less than dense fp32's 4 are."""
     assert 0 < row.make().compress_ratio <= 1  # before anything is planned
     shapes = ((40, 60), (30, 5, 5))
     for size in (1, 3):

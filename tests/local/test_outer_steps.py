@@ -56,7 +56,7 @@ def named(own: nets.Trained, flat: Tensor) -> dict[str, Tensor]:
 
 
 def errors(own: nets.Trained) -> dict[str, Tensor]:
-    """The residual of a rank, that of its chunk as a server included, by parameter name; zeros without one."""
+    """The residual of a rank, with the residual of its chunk as a server, by parameter name; zeros without one."""
     found = named(own, torch.zeros_like(own.z))
     for states in own.algorithm.exchange.states:
         state = states.state_dict()
@@ -75,8 +75,11 @@ def check_that_nothing_is_lost(found: Any) -> None:
         torch.testing.assert_close(z0 - local + old, z0 - now + new, rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("name", COMPRESSIONS)
-def test_replicas_are_equal_and_nothing_is_lost(name: str) -> None:
+SIZES_OF = [(name, size) for name in COMPRESSIONS for size in ((1, 3, 64) if name == "2 bits" else (1, 3))]
+
+
+@pytest.mark.parametrize(("name", "size"), SIZES_OF)
+def test_replicas_stay_equal_without_loss(name: str, size: int) -> None:
     def body(own: Any) -> Any:
         found = []
         for _ in range(2):
@@ -87,11 +90,10 @@ def test_replicas_are_equal_and_nothing_is_lost(name: str) -> None:
             found.append((z0, named(own, local[0]), before, named(own, own.z), errors(own), own.z.clone()))
         return found
 
-    for size in (1, 3, 64) if name == "2 bits" else (1, 3):
-        of_ranks = nets.each(size, lambda: OuterSteps(2, compression=COMPRESSIONS[name]()), body)
-        for step in zip(*of_ranks, strict=True):
-            check_that_nothing_is_lost(step)
-            assert all(torch.equal(s[5], step[0][5]) for s in step)
+    of_ranks = nets.each(size, lambda: OuterSteps(2, compression=COMPRESSIONS[name]()), body)
+    for step in zip(*of_ranks, strict=True):
+        check_that_nothing_is_lost(step)
+        assert all(torch.equal(s[5], step[0][5]) for s in step)
 
 
 def recorded(own: nets.Trained) -> list[Tensor]:
@@ -111,7 +113,7 @@ def z0_of(own: nets.Trained) -> dict[str, Tensor]:
     return {name: z.double() for name, z in own.algorithm.exchange.state_dict()["z0"].items()}
 
 
-def test_diloco_by_hand_and_its_warm_up_which_is_synchronous_sgd_with_momentum() -> None:
+def test_diloco_is_as_computed_by_hand() -> None:
     """Against plain torch in float64, with the models that the ranks had before each exchange."""
 
     def body(own: Any) -> Any:
@@ -128,7 +130,10 @@ def test_diloco_by_hand_and_its_warm_up_which_is_synchronous_sgd_with_momentum()
         u = 0.9 * u + d
         z0 = z0 - 0.7 * (d + 0.9 * u)
         assert all(nets.off(afters[i], z0) < 1e-5 for *_, afters in found)
-    # Averages of models after each step, with momentum of their own, are SGD on the mean gradient.
+
+
+def test_the_warm_up_is_synchronous_sgd_with_momentum() -> None:
+    """Averages of models after each step, with momentum of their own, are SGD on the mean gradient."""
     first, *others = nets.after(12, lambda: OuterSteps(100, outer=Nesterov(), warmup_steps=12), 3)
     assert nets.off(first, nets.after_joint_steps(12, 3)) < 1e-5
     assert nets.same(others, [first, first])
@@ -225,7 +230,10 @@ def test_a_rank_that_has_not_stepped_on_a_parameter_gets_the_mean_of_its_momentu
             assert torch.allclose(momentum, 0.9 * mean + share)
 
 
-def test_a_momentum_that_was_loaded_is_saved_and_sent() -> None:
+@pytest.fixture
+def with_loaded_momenta() -> Any:
+    """By rank of 2, a trained optimizer, one with its state, one around an inner optimizer with its momenta."""
+
     def body(transport: Any) -> Any:
         def make() -> nets.Trained:
             return nets.Trained(transport, OuterSteps(4, average_momentum=True))
@@ -236,31 +244,40 @@ def test_a_momentum_that_was_loaded_is_saved_and_sent() -> None:
         resumed.resume(loaded.state())
         given = nets.momentum(own.model.parameters())
         given.load_state_dict(own.optimizer.state_dict())
-        wrapped = LocalOptimizer(
-            given, own.model.named_parameters(), OuterSteps(4, average_momentum=True), transport=transport
-        )
+        outer = OuterSteps(4, average_momentum=True)
+        wrapped = LocalOptimizer(given, own.model.named_parameters(), outer, transport=transport)
+        return own, resumed, wrapped
+
+    return LockstepWorld(2).run(body)
+
+
+def test_a_momentum_that_was_loaded_is_saved(with_loaded_momenta: Any) -> None:
+    for own, resumed, _ in with_loaded_momenta:
+        momentum = momentum_of(own.optimizer, own.model[0].weight)
+        assert torch.equal(momentum_of(resumed.optimizer, resumed.model[0].weight), momentum)
+
+
+def test_a_momentum_that_was_loaded_is_sent(with_loaded_momenta: Any) -> None:
+    for own, _, wrapped in with_loaded_momenta:
         p = own.model[0].weight
-        size = own.optimizer.state_dict()["state"][0]["momentum_buffer"].untyped_storage().nbytes()
-        return (
-            momentum_of(own.optimizer, p),
-            size,
-            [
-                momentum_of(resumed.optimizer, resumed.model[0].weight),
-                momentum_of(wrapped, p),
-                wrapped.model.z[93 : 93 + p.numel()].view_as(p).clone(),
-            ],
-        )
-
-    for momentum, size, others in LockstepWorld(2).run(body):
-        assert nets.same(others, [momentum] * 3) and size == 4 * momentum.numel()
+        momentum = momentum_of(own.optimizer, p)
+        assert torch.equal(momentum_of(wrapped, p), momentum)
+        assert torch.equal(wrapped.model.z[93 : 93 + p.numel()].view_as(p), momentum)
 
 
-def test_the_mean_of_models_and_momenta_in_every_step_is_that_of_gradients() -> None:
+def test_a_saved_momentum_has_memory_of_its_own(with_loaded_momenta: Any) -> None:
+    """Not of all momenta together, in which it was averaged."""
+    for own, *_ in with_loaded_momenta:
+        saved = own.optimizer.state_dict()["state"][0]["momentum_buffer"]
+        assert saved.untyped_storage().nbytes() == 4 * own.model[0].weight.numel()
+
+
+def test_means_of_models_with_their_momenta_in_every_step_are_means_of_gradients() -> None:
     ends = nets.after(6, lambda: OuterSteps(1, average_momentum=True), 3)
     assert nets.off(ends[0][:93], nets.after_joint_steps(6, 3)) < 1e-6
 
 
-def test_a_step_sends_at_most_the_largest_fragment_which_is_used_after_the_delay_and_merged_by_alpha() -> None:
+def test_a_step_sends_at_most_the_largest_fragment() -> None:
     def body(own: Any) -> Any:
         sent = [0]
         for _ in range(13):
@@ -274,7 +291,10 @@ def test_a_step_sends_at_most_the_largest_fragment_which_is_used_after_the_delay
     # fragments of 63 and 30 elements, three steps apart
     assert parts == [0, 0, 4 * 30, 0, 0, 4 * 63] * 2 + [0]
 
-    # The mean is that of the step in which the exchange began. Steps since then stay with a share of alpha.
+
+def test_a_mean_is_merged_by_alpha_after_the_delay() -> None:
+    """It is the mean of the step in which the exchange began. Steps since then stay with a share of alpha."""
+
     def merged(own: Any) -> Any:
         local = recorded(own)
         own.steps(6)

@@ -13,7 +13,7 @@ import torch
 from gossip.networks import IN_TWO_PARTS, Trained, momentum, muon, on, same, top_k
 from local import test_outer_steps as outer_steps
 from optim.nets import alone
-from refusals import check_refusals
+from refusals import refuse
 from simulated import rewind, summary_of, train_in
 
 from dgc.comm.lockstep import LockstepWorld
@@ -71,8 +71,8 @@ def check_who_continues(found: Any, old: Any, continues: Any) -> None:
 
 @pytest.mark.parametrize("name", WITH_ERRORS)
 @pytest.mark.parametrize("new", [3, 6])
-def test_others_keep_their_state_and_who_joins_has_the_common_model(tmp_path: Path, name: str, new: int) -> None:
-    """In the middle of local steps, with an exchange in flight."""
+def test_ranks_that_stay_keep_their_state_beside_those_that_join(tmp_path: Path, name: str, new: int) -> None:
+    """In the middle of local steps, with an exchange in flight. Who joins has the common model."""
 
     def make(transport: Any, steps: int = 0) -> Trained:
         outer = OuterSteps(6, None, Nesterov(), outer_steps.COMPRESSIONS[name](), **IN_TWO_PARTS, delay=2)
@@ -112,10 +112,8 @@ def test_nothing_of_those_that_stay_is_lost(tmp_path: Path, name: str) -> None:
         outer_steps.check_that_nothing_is_lost(on(new, body))
 
 
-def test_a_rank_that_has_lost_its_disk_returns_without_errors_and_files_that_cannot_be_read_are_named(
-    tmp_path: Path,
-) -> None:
-    """No disk is shared: the state comes from another rank."""
+def test_a_rank_that_has_lost_its_disk_returns_without_errors(tmp_path: Path) -> None:
+    """No disk is in common: the state comes from another rank."""
 
     def body(transport: Any, resumes: bool) -> Any:
         own, disk = trained(transport, steps=0 if resumes else 3), tmp_path / f"disk{transport.rank}"
@@ -128,35 +126,46 @@ def test_a_rank_that_has_lost_its_disk_returns_without_errors_and_files_that_can
     assert have_a_state == (True, False, True)
     check_who_continues(found, old, (0, None, 2))
 
-    def resumed(transport: Any) -> Any:
-        return resume(trained(transport), transport, tmp_path)
 
+@pytest.fixture
+def resumed(tmp_path: Path) -> Any:
+    """A function that resumes the checkpoint of two ranks on so many."""
     on(2, lambda transport: save(trained(transport), transport, tmp_path))
+    return partial(on, body=lambda transport: resume(trained(transport), transport, tmp_path))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_damaged_file_is_named(tmp_path: Path, resumed: Any, size: int) -> None:
     (tmp_path / "e0001/rank0.pt").write_bytes(b"damaged")
-    damaged = [(partial(on, size, resumed), r"is damaged: .*rank0.pt is not the file") for size in (2, 3)]
-    check_refusals(*damaged, kind=UsageError)
+    with pytest.raises(UsageError, match=r"is damaged: .*rank0.pt is not the file"):
+        resumed(size)
+
+
+def test_a_checkpoint_without_the_file_of_any_rank_is_incomplete(tmp_path: Path, resumed: Any) -> None:
     for rank in range(2):
         (tmp_path / f"e0001/rank{rank}.pt").unlink()
-    check_refusals((partial(on, 2, resumed), "is incomplete: no machine has the file of a rank"), kind=UsageError)
+    with pytest.raises(UsageError, match="is incomplete: no machine has the file of a rank"):
+        resumed(2)
+
+
+def of_machines(transport: Any, optimizer: Any = momentum, steps: int = 0) -> Trained:
+    outer = OuterSteps(4, None, Nesterov(), top_k(), **IN_TWO_PARTS)
+    return trained(transport, HierarchicalGossip(outer), steps, optimizer)
 
 
 @pytest.mark.parametrize(("new", "optimizer"), [(2, momentum), (3, momentum), (2, muon), (3, muon)])
-def test_machines_are_lost_and_join(tmp_path: Path, new: int, optimizer: Any) -> None:
+def test_machines_that_stay_keep_their_state(tmp_path: Path, new: int, optimizer: Any) -> None:
     """Replica groups of two ranks. On 3 machines again, machine 1 has lost one of its two files, and returns."""
-
-    def make(transport: Any, steps: int = 0) -> Trained:
-        outer = OuterSteps(4, None, Nesterov(), top_k(), **IN_TWO_PARTS)
-        return trained(transport, HierarchicalGossip(outer), steps, optimizer)
 
     def momenta(own: Trained) -> list[torch.Tensor]:
         return [tensor.clone() for state in own.optimizer.inner.state.values() for tensor in state.values()]
 
     def before(transport: Any) -> Any:
-        save(own := make(transport, 6), transport, tmp_path)
+        save(own := of_machines(transport, optimizer, 6), transport, tmp_path)
         return seen(own), momenta(own)
 
     def resumed(transport: Any) -> Any:
-        own = make(transport)
+        own = of_machines(transport, optimizer)
         groups = resume(own, transport, tmp_path).replica_groups
         own.optimizer.zero_grad()
         found = groups, seen(own), momenta(own)
@@ -174,39 +183,58 @@ def test_machines_are_lost_and_join(tmp_path: Path, new: int, optimizer: Any) ->
     for rank, own in enumerate(continues):
         assert same(found_momenta[rank], old_momenta[rank % 2 if own is None else own])
         assert torch.equal(found[rank][1], found[rank // 2 * 2][1])
-    with pytest.raises(UsageError, match="of 2, 2, 2 ranks and cannot be resumed by replica groups of 1, 1"):
-        on(2, lambda transport: resume(make(transport), transport, tmp_path), 1)
 
 
-def test_which_rank_continues_which_and_who_cannot_join() -> None:
-    rows: list[tuple[Sequence[set[int]], str, tuple[int | None, ...], list[int], str]] = [
+def test_groups_of_another_number_of_ranks_are_refused(tmp_path: Path) -> None:
+    on(6, lambda transport: save(of_machines(transport), transport, tmp_path), 2)
+    with pytest.raises(UsageError, match="groups of 2, 2, 2 ranks and cannot be resumed by groups of 1, 1"):
+        on(2, lambda transport: resume(of_machines(transport), transport, tmp_path), 1)
+
+
+@pytest.mark.parametrize(
+    ("readable", "old", "continues", "lost", "says"),
+    [
         ([{0, 1, 2}] * 3, "012", (0, 1, 2), [], "all others keep their own model and residual"),
         ([{0, 1, 2, 3}] * 3, "0123", (0, 1, 2), [3], "old ranks 3 are lost"),
         ([{0, 1}] * 4, "01", (0, 1, None, None), [], "ranks 2, 3 join"),
-        # machines with disks of their own: that of rank 1 is lost, and the ranks after it have new numbers
+        # machines with disks of their own: the disk of rank 1 is lost, and the ranks after it have new numbers
         ([{0}, {2}, {3}], "0123", (0, 2, 3), [1], "old ranks 1 are lost"),
         ([set(), {1}, {0, 1}], "012", (None, 1, 0), [2], "ranks 0 join .* old ranks 2 are lost"),
         # machines of two ranks: the first is lost, the second has another number, and one joins
         ([{2, 3}, {2, 3}, set(), set()], "0011", (2, 3, None, None), [0, 1], "ranks 2, 3 join .* ranks 0, 1 are"),
         # one of two files is not enough; ranks were numbered across the machines
         ([{0, 1}, {0, 1}, {1, 3}, {1, 3}], "0101", (None, None, 1, 3), [0, 2], "ranks 0, 1 join"),
-    ]
-    for readable, old, continues, lost, says in rows:
-        of_two = len(set(old)) < len(old)
-        groups = assign(readable, [int(group) for group in old], [0, 0, 1, 1] if of_two else None)
-        assert (groups.continues, groups.lost) == (continues, lost) and re.search(says, str(groups)), says
-    for algorithm in (OuterSteps(2, SGP()), SGP(), HierarchicalGossip(SGP())):
-        own = Trained(alone(), algorithm)
-        assert own.optimizer.replica_group is None
-        check_refusals((own.optimizer.join, "use `dgc.local.OuterSteps` without a base"))
-    for method in (DoubleSqueezeCompressor(), TwoPhaseCompressor(4)):
-        assert Trained(alone(), OuterSteps(2, compression=method)).optimizer.replica_group is None
+    ],
+)
+def test_a_rank_continues_an_old_one_whose_file_it_has(
+    readable: Sequence[set[int]], old: str, continues: tuple[int | None, ...], lost: list[int], says: str
+) -> None:
+    of_two = len(set(old)) < len(old)
+    groups = assign(readable, [int(group) for group in old], [0, 0, 1, 1] if of_two else None)
+    assert (groups.continues, groups.lost) == (continues, lost) and re.search(says, str(groups))
 
+
+@pytest.mark.parametrize(
+    "make", [lambda: OuterSteps(2, SGP()), SGP, lambda: HierarchicalGossip(SGP())], ids=["base", "SGP", "machines"]
+)
+def test_ranks_that_gossip_cannot_join(make: Any) -> None:
+    own = Trained(alone(), make())
+    assert own.optimizer.replica_group is None
+    refuse("use `dgc.local.OuterSteps` without a base", own.optimizer.join)
+
+
+@pytest.mark.parametrize("make", [DoubleSqueezeCompressor, lambda: TwoPhaseCompressor(4)])
+def test_ranks_with_errors_of_a_server_cannot_join(make: Any) -> None:
+    assert Trained(alone(), OuterSteps(2, compression=make())).optimizer.replica_group is None
+
+
+def test_no_rank_can_join_if_one_has_errors_of_a_server() -> None:
     def on_machines(transport: Any) -> Any:
         """Only the first slice has tensors of the rule."""
         route = Route([Rule(DoubleSqueezeCompressor(), name="0.weight"), Rule(DenseCompressor())])
         own = Trained(transport, HierarchicalGossip(OuterSteps(2, compression=route)))
-        return own.optimizer.replica_group, [type(states.compressor) for states in own.algorithm.base.exchange.states]
+        kinds = [type(states.compressor) for states in own.algorithm.base.exchange.states]
+        return own.optimizer.replica_group, kinds
 
     none, kinds = zip(*on(4, on_machines, 2), strict=True)
     assert none == (None,) * 4 and kinds[0] != kinds[1]

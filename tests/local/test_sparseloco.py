@@ -112,7 +112,7 @@ def test_a_file_exchanges_after_its_steps(name: str, before: list[str]) -> None:
         assert 0 < sent <= once + 128 < 2 * once and (name == "streaming" or distance == 0.0)
 
 
-def test_sparseloco_is_the_published_one_and_gossip_between_exchanges_and_replica_groups() -> None:
+def test_sparseloco_is_the_published_one() -> None:
     algorithm = instantiate(tree_of("configs/local/sparseloco.py").train.local)
     (rule,) = algorithm.compression.rules
     assert algorithm.average_every == 30 and rule.compressor.compress_ratio == 64 / 4096
@@ -121,10 +121,20 @@ def test_sparseloco_is_the_published_one_and_gossip_between_exchanges_and_replic
     assert (rule.compressor.format.values, rule.compressor.format.indices) == (TwoBitValues(6.0), RiceIndices())
     optimizer = algorithm.outer([torch.zeros(1)])
     assert optimizer.defaults["lr"] == 1.0 and optimizer.defaults["momentum"] == 0
+
+
+def test_a_file_of_gossip_is_the_base_of_local_steps() -> None:
     gossiping = instantiate(tree_of("configs/gossip/sgp.py", "configs/local/sign.py").train.local)
     assert type(gossiping.base).__name__ == "SGP"
-    replica_groups = instantiate(load([CNN, "configs/local/sparseloco.py", "configs/local/machines.py"]).train.local)
-    assert isinstance(replica_groups, HierarchicalGossip) and isinstance(replica_groups.base, OuterSteps)
-    assert replica_groups.base.average_every == 30
+
+
+def test_the_file_of_machines_puts_local_steps_between_machines() -> None:
+    tree = load([CNN, "configs/local/sparseloco.py", "configs/local/machines.py"])
+    algorithm = instantiate(tree.train.local)
+    assert isinstance(algorithm, HierarchicalGossip) and isinstance(algorithm.base, OuterSteps)
+    assert algorithm.base.average_every == 30
+
+
+def test_compression_of_gradients_under_local_steps_is_refused() -> None:
     with pytest.raises(ConfigError, match="train.compression._target_"):
         load([CNN, "configs/powersgd/rank2.py", "configs/local/diloco.py"])

@@ -25,7 +25,7 @@ from scripts.launch import usable_cores
 
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(3600)]
 EPOCHS, SEEDS = 40, 3
-# Seconds of training. Fewer replica groups train on fewer tokens with a lower learning rate, so they must return soon.
+# Seconds of training. Fewer groups train on fewer tokens with a lower learning rate, so they must return soon.
 BETWEEN_KILLS, UNTIL_RETURN = (2.0, 4.0), (0.3, 1.0)
 EXPERIMENT = "configs/pysource/gpt.py"
 SETTINGS = "model.width=32 train.batch_size=8 train.warmup_lr_epochs=0 task.steps_per_epoch=100"
