@@ -103,7 +103,7 @@ def same(a: Any, b: Any) -> bool:
 
 def run(size: Any, body: Any, models: Any = None) -> Any:
     """Run `body(model, transport)` on every rank, check that the models are equal bit for bit, and return them.
-    size: the number of ranks, or a pair of it and of that of a machine.
+    size: the number of ranks, or a pair of it and of the number of a machine's ranks.
     """
     world = LockstepWorld(size) if isinstance(size, int) else LockstepWorld(*size)
     models = models or [net() for _ in range(world.size)]
@@ -121,7 +121,7 @@ def each_rank(size: Any, models: Any = None) -> Any:
 def trained(
     size: Any, steps: Any, make: Any = momentum_sgd, compression: Any = None, models: Any = None, **options: Any
 ) -> Any:
-    """The model that `size` ranks have trained. compression: returns that of one rank. options: of the optimizer;
+    """The model that `size` ranks have trained. compression: returns one rank's. options: of the optimizer;
     `training` has the arguments of `train`.
     """
     training = options.pop("training", {})

@@ -98,7 +98,9 @@ HEAVY_BALL = partial(torch.optim.SGD, momentum=0.9)
         *((HEAVY_BALL, 1.0, False), (torch.optim.SGD, 0.5, False)),
     ],
 )
-def test_momentum_of_ef21_and_of_the_optimizer_give_a_warning(make: Any, beta: float, warns: bool) -> None:
+def test_momentum_of_ef21_gives_a_warning_where_the_optimizer_has_its_own(
+    make: Any, beta: float, warns: bool
+) -> None:
     def optimizer(model: Any) -> Any:
         return make(model.parameters(), lr=0.1)
 
@@ -260,21 +262,27 @@ def test_momentum_that_was_clipped_is_reported_once() -> None:
 
 
 @nets.each_rank(3)
-def test_then_momentum_travels_in_one_bit_and_the_second_moment_stays(model: Any, transport: Any) -> None:
+def test_momentum_is_sent_in_one_bit_after_the_warm_up(model: Any, transport: Any) -> None:
     optimizer = wrapped(model, transport, bucket_mb=25)
     ratios, sent = [], [0]
     for step in range(WARM_UP + 3):
         ratios.append(optimizer.compress_ratio)
         nets.train(model, optimizer, [step], transport.rank)
         sent.append(optimizer.meter.payload_bytes - sum(sent))
-        if step == WARM_UP - 1:
-            frozen = moments(optimizer, "exp_avg_sq")
     n = sum(p.numel() for p in model.parameters())
     assert n == 155 and ratios == [1.0] * WARM_UP + [1 / 32] * 3
     # of 3 chunks the first has the most pieces: of four tensors, each with a scale and a word of signs
     assert sent == [0] + [4 * n] * WARM_UP + [4 * sealed_bytes(4 * 8)] * 3
-    assert nets.same(frozen, moments(optimizer, "exp_avg_sq"))
     assert nets.same(moments(optimizer, "exp_avg"), [p.grad for p in model.parameters()])
+
+
+@nets.each_rank(3)
+def test_the_second_moment_stays_as_it_is_after_the_warm_up(model: Any, transport: Any) -> None:
+    optimizer = wrapped(model, transport, bucket_mb=25)
+    nets.train(model, optimizer, range(WARM_UP), transport.rank)
+    frozen = moments(optimizer, "exp_avg_sq")
+    nets.train(model, optimizer, range(WARM_UP, WARM_UP + 3), transport.rank)
+    assert nets.same(frozen, moments(optimizer, "exp_avg_sq"))
 
 
 @pytest.mark.filterwarnings("ignore:.* sends an element seldom")
@@ -370,8 +378,10 @@ def by_hand(size: int, ratio: float, correct: bool, floor: float) -> Any:
     return x
 
 
-def test_every_step_is_that_of_the_formulas_and_sends_the_planned_bytes() -> None:
-    def body(transport: Any, ratio: float, correct: bool, floor: float) -> Any:
+def steps_of_dgc_adam(size: int, ratio: float, correct: bool, floor: float) -> tuple[Any, Any]:
+    """By rank the parameter at the end, and the bytes of each step."""
+
+    def body(transport: Any) -> Any:
         p = torch.nn.Parameter(torch.zeros(SHAPE))
         inner = DGCAdam([p], LR, BETAS, EPS, DECAY, freeze_step=WARM_UP, bias_correction=correct, floor=floor)
         compression = methods.DGCAdamCompressor(ratio, int32_indices=True)
@@ -383,17 +393,31 @@ def test_every_step_is_that_of_the_formulas_and_sends_the_planned_bytes() -> Non
             sent.append(optimizer.meter.payload_bytes - sum(sent))
         return p.detach(), sent[1:]
 
-    n, rows = 60, ((1, 0.1, True, 0.01), (3, 0.05, True, 0.01), (3, 0.1, False, 0.5), (2, 0.999, True, 0.1))
-    for size, ratio, correct, floor in rows:
-        expected = by_hand(size, ratio, correct, floor)
-        with case(size, ratio, correct, floor):
-            one = partial(body, ratio=ratio, correct=correct, floor=floor)
-            found, sent = zip(*LockstepWorld(size).run(one), strict=True)
-            assert all(torch.equal(x, found[0]) for x in found)
-            torch.testing.assert_close(found[0], expected, rtol=0, atol=2e-5)
-            assert float(expected.abs().max()) > 0.1 or size == 1
-            later = sealed_bytes(min(8 * round(ratio * n), 4 * n))
-            assert sent == ([4 * n] * WARM_UP + [later] * (STEPS - WARM_UP),) * size
+    found, sent = zip(*LockstepWorld(size).run(body), strict=True)
+    return found, sent
+
+
+of_dgc_adam = pytest.mark.parametrize(
+    ("size", "ratio", "correct", "floor"),
+    [(1, 0.1, True, 0.01), (3, 0.05, True, 0.01), (3, 0.1, False, 0.5), (2, 0.999, True, 0.1)],
+)
+
+
+@of_dgc_adam
+def test_steps_of_dgc_for_adam_follow_the_formulas(size: int, ratio: float, correct: bool, floor: float) -> None:
+    expected, (found, _) = by_hand(size, ratio, correct, floor), steps_of_dgc_adam(size, ratio, correct, floor)
+    assert all(torch.equal(x, found[0]) for x in found)
+    torch.testing.assert_close(found[0], expected, rtol=0, atol=2e-5)
+    assert float(expected.abs().max()) > 0.1 or size == 1
+
+
+@of_dgc_adam
+def test_steps_of_dgc_for_adam_send_the_planned_bytes(
+    size: int, ratio: float, correct: bool, floor: float
+) -> None:
+    n, (_, sent) = 60, steps_of_dgc_adam(size, ratio, correct, floor)
+    later = sealed_bytes(min(8 * round(ratio * n), 4 * n))
+    assert sent == ([4 * n] * WARM_UP + [later] * (STEPS - WARM_UP),) * size
 
 
 def test_what_does_not_fit_is_refused() -> None:

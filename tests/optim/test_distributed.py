@@ -360,7 +360,7 @@ def test_a_step_that_was_left_out_after_synchronize(zero: Any) -> None:
 def test_gradients_set_by_hand_are_exchanged_where_they_are_zero_on_one_rank_too(
     masked: int, set_to_none: bool
 ) -> None:
-    """As those of a masked loss, by autograd.grad: a rank that sent nothing would be a step behind the others."""
+    """As of a masked loss, by autograd.grad: a rank that sent nothing would be a step behind the others."""
 
     def loss(model: Any, step: int, rank: int) -> Any:
         return nets.loss_of(model, step, rank) * (step != masked or rank == 0)
@@ -380,7 +380,7 @@ def test_gradients_set_by_hand_are_exchanged_where_they_are_zero_on_one_rank_too
     nets.assert_same(nets.run(2, body)[0], nets.trained_alone(2, range(4), loss=joint))
 
 
-def test_a_state_between_synchronize_and_step_is_refused() -> None:
+def test_a_state_after_synchronize_is_refused_until_the_step() -> None:
     model = nets.net()
     optimizer = nets.wrap(model, nets.alone())
     nets.loss_of(model, 0).backward()

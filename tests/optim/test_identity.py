@@ -260,7 +260,9 @@ def test_redistribute_needs_the_states_of_all_ranks_at_one_step() -> None:
     refuse("there are no states", redistribute, [], 2)
 
 
-def test_states_are_redistributed_to_two_levels_and_back() -> None:
+@pytest.fixture
+def on_two_levels() -> list[Any]:
+    """The states of 2 machines of 2 ranks that went on from the states of 3 ranks."""
     flat = states_of("optimizer", 3)
 
     def on_machines(transport: Any) -> Any:
@@ -269,8 +271,16 @@ def test_states_are_redistributed_to_two_levels_and_back() -> None:
         adapter.load(redistribute(flat, transport.size, parts)[transport.rank])
         return adapter.train(range(3, 4)).state()
 
-    back = redistribute(LockstepWorld(4, 2).run(on_machines), 2)
-    LockstepWorld(2).run(lambda transport: optimizer(transport).load(back[transport.rank]))
+    return LockstepWorld(4, 2).run(on_machines)
+
+
+def test_states_are_redistributed_to_two_levels(on_two_levels: list[Any]) -> None:
+    assert [state["identity"]["step"] for state in on_two_levels] == [4] * 4
+
+
+def test_states_of_two_levels_are_redistributed_to_one(on_two_levels: list[Any]) -> None:
+    states = redistribute(on_two_levels, 2)
+    LockstepWorld(2).run(lambda transport: optimizer(transport).load(states[transport.rank]))
 
 
 def test_shards_are_redistributed_among_machines() -> None:

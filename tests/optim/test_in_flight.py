@@ -47,24 +47,31 @@ def recording(is_prompt: bool = False) -> tuple[Any, list[Any]]:
     return transport, events
 
 
-def test_rounds_of_all_buckets_are_in_flight_together_and_available_replies_are_used_during_backward() -> None:
+def of_three_rounds(is_prompt: bool) -> tuple[Any, Any, list[Any], list[str]]:
+    """A model, its optimizer of several buckets, what the transport notes, and the names of the buckets."""
+    model, (transport, events) = nets.net(), recording(is_prompt)
+    optimizer = nets.wrap(model, transport, nets.dgc_sgd, compression=ThreeRounds(), bucket_mb=2e-4)
+    names = [plan.bucket.name for plan in optimizer.planned]
+    assert len(names) > 2
+    events.clear()
+    return model, optimizer, events, names
+
+
+def test_rounds_of_all_buckets_are_in_flight_together() -> None:
     """One round of each bucket in turn: all second rounds are launched before a third one is waited for."""
-    for is_prompt in (False, True):
-        model, (transport, events) = nets.net(), recording(is_prompt)
-        optimizer = nets.wrap(model, transport, nets.dgc_sgd, compression=ThreeRounds(), bucket_mb=2e-4)
-        names = [plan.bucket.name for plan in optimizer.planned]
-        assert len(names) > 2
-        events.clear()
-        if is_prompt:
-            nets.loss_of(model, 0).backward()
-            assert ("wait", f"{names[0]}.1") in events
-            optimizer.step()
-        else:
-            for p in model.parameters():
-                p.grad = torch.ones_like(p)
-            optimizer.synchronize()
-            for name, other in zip(names, names[1:], strict=False):
-                assert events.index(("launch", f"{other}.1")) < events.index(("wait", f"{name}.2"))
+    model, optimizer, events, names = of_three_rounds(is_prompt=False)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.synchronize()
+    for name, other in zip(names, names[1:], strict=False):
+        assert events.index(("launch", f"{other}.1")) < events.index(("wait", f"{name}.2"))
+
+
+def test_available_replies_are_used_during_backward() -> None:
+    model, optimizer, events, names = of_three_rounds(is_prompt=True)
+    nets.loss_of(model, 0).backward()
+    assert ("wait", f"{names[0]}.1") in events
+    optimizer.step()
 
 
 def test_buckets_start_in_the_order_in_which_backward_fills_them() -> None:
@@ -145,8 +152,8 @@ def test_a_change_before_a_bucket_that_starts_in_a_later_backward_is_refused(mod
 
 @pytest.mark.parametrize("name", COMPRESSORS)
 @nets.each_rank(2)
-def test_the_documented_recipe_and_partial_sums_may_be_clipped(model: Any, transport: Any, name: Any) -> None:
-    """An incomplete sum of gradients (backward_passes_per_step) may change: nothing of it has been sent."""
+def test_gradients_may_be_clipped_by_the_documented_recipe(model: Any, transport: Any, name: Any) -> None:
+    """So may an incomplete sum of gradients (backward_passes_per_step): nothing of it has been sent."""
     optimizer, clip = wrapped(model, transport, name, backward_passes_per_step=2), CHANGES["clip"]
     for step in range(3):
         optimizer.zero_grad(set_to_none=step == 1)

@@ -50,28 +50,52 @@ def test_gradients_with_a_graph_of_their_own() -> None:
     nets.assert_same(model, nets.trained_alone(1, [0]), exactly=True)
 
 
-@nets.every_kind
-@nets.each_rank(2)
-def test_frozen_parameters_take_no_part_and_are_refused_when_unfrozen_until_wrapped_again(
-    model: Any, transport: Any, compression: Any
-) -> None:
+def with_a_frozen_layer(model: Any, transport: Any, compression: Any) -> Any:
+    """An optimizer after three steps in which the first layer was frozen."""
     model.first.requires_grad_(False)
     optimizer = nets.wrap(model, transport, nets.dgc_sgd, compression=compression())
+    nets.train(model, optimizer, range(3), transport.rank)
+    return optimizer
+
+
+@nets.every_kind
+@nets.each_rank(2)
+def test_frozen_parameters_take_no_part(model: Any, transport: Any, compression: Any) -> None:
+    optimizer = with_a_frozen_layer(model, transport, compression)
     names = {s.name for plan in optimizer.planned for s in plan.bucket.segments}
     assert names == {"last.bias", "last.weight", "spare.bias", "spare.weight"}
-    nets.train(model, optimizer, range(3), transport.rank)
     assert torch.equal(model.first.weight, nets.net().first.weight)
     assert not torch.equal(model.last.weight, nets.net().last.weight)
+
+
+@nets.every_kind
+@nets.each_rank(2)
+def test_parameters_that_are_unfrozen_are_refused_on_all_ranks(
+    model: Any, transport: Any, compression: Any
+) -> None:
+    optimizer = with_a_frozen_layer(model, transport, compression)
     model.first.requires_grad_(True)
     with pytest.raises(ValueError, match=r"requires a gradient now.*close\(\) it and wrap") as error:
         nets.train(model, optimizer, [3], transport.rank)
     assert len(set(all_gather_object(transport, str(error.value)))) == 1
+
+
+@nets.every_kind
+@nets.each_rank(2)
+def test_parameters_that_are_unfrozen_are_trained_once_wrapped_again(
+    model: Any, transport: Any, compression: Any
+) -> None:
+    """What is frozen later stays until it is not."""
+    optimizer = with_a_frozen_layer(model, transport, compression)
+    model.first.requires_grad_(True)
+    with pytest.raises(ValueError, match="requires a gradient now"):
+        nets.train(model, optimizer, [3], transport.rank)
     optimizer.synchronize()  # completes the exchange, whose gradients are dropped
     optimizer.close()
     optimizer = nets.wrap(model, transport, partial(nets.dgc_sgd, weight_decay=0.1), compression=compression())
     nets.train(model, optimizer, range(4, 7), transport.rank)
     assert not torch.equal(model.first.weight, nets.net().first.weight)
-    for frozen in (True, False):  # what is frozen later stays until it is not
+    for frozen in (True, False):
         model.first.requires_grad_(not frozen)
         before = model.first.weight.detach().clone()
         nets.train(model, optimizer, range(7, 10), transport.rank)

@@ -164,7 +164,7 @@ def test_names_of_a_shared_matrix_count_together() -> None:
     assert reasons(model) == {"layers.0.wq.weight": "", "other.weight": "output layer"}
 
 
-def test_given_output_layers_take_the_place_of_the_names_and_not_of_routers() -> None:
+def test_given_output_layers_take_the_place_of_the_names_of_output_layers_alone() -> None:
     model = model_of({"output.weight": TALL, "last.weight": TALL, "layers.0.router.weight": WIDE})
     found = reasons(model, head=["last.*"])
     assert found == {"output.weight": "", "last.weight": "head='last.*'", "layers.0.router.weight": "router"}

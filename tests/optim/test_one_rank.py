@@ -1,4 +1,4 @@
-"""One rank, whose adapters and methods check gradients as those of more ranks do."""
+"""One rank, whose adapters and methods check gradients as on more ranks."""
 
 import contextlib
 from functools import partial

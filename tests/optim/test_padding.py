@@ -52,7 +52,8 @@ def test_votes_move_a_row_without_gradients_by_the_learning_rate_in_every_step(m
     assert moved(sgd, make) == pytest.approx(STEPS * RATE, rel=1e-3)
 
 
-def test_onebit_adam_moves_a_row_without_gradients_and_back() -> None:
+def test_onebit_adam_moves_a_row_without_gradients_to_and_fro() -> None:
+    """The residual brings it back."""
     assert 0 < moved(adam, OneBitAdamCompressor) < (STEPS - 10) * RATE / 2
 
 

@@ -88,7 +88,7 @@ def check_refused(words: str, state: Any, optimizer: Any) -> None:
 
 
 @pytest.mark.parametrize(("name", "key", "value"), ROWS)
-def test_a_state_with_a_setting_out_of_range_is_refused_and_changes_nothing(
+def test_a_state_with_a_setting_out_of_range_is_refused_before_anything_changes(
     name: str, key: str, value: Any
 ) -> None:
     state, optimizer = stepped(name)
@@ -116,8 +116,8 @@ def test_a_state_with_a_setting_of_muon_out_of_range_is_refused(key: str, value:
 
 
 @needs_muon
-@pytest.mark.parametrize("to_muon", [False, True])
-def test_moments_of_adamw_for_muon_are_refused_and_momentum_of_muon_for_adamw(to_muon: bool) -> None:
+@pytest.mark.parametrize("to_muon", [False, True], ids=["momentum for AdamW", "moments for Muon"])
+def test_the_state_of_a_parameter_of_the_other_optimizer_is_refused(to_muon: bool) -> None:
     state, optimizer = stepped("MuonWithAdamW")
     (of_adamw, *_), (of_muon, *_) = (group["params"] for group in state["param_groups"])
     source, target = (of_adamw, of_muon) if to_muon else (of_muon, of_adamw)

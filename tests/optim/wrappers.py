@@ -1,4 +1,4 @@
-"""Optimizers around optimizers, built as those of Lightning and Accelerate, and one that nobody knows."""
+"""Optimizers around optimizers, built as in Lightning and Accelerate, and one that nobody knows."""
 
 from typing import Any
 

@@ -175,7 +175,7 @@ def test_two_phases() -> None:
 
 
 def test_the_codes_are_mxnets() -> None:
-    """The bytes of the fast one, which has those of MXNet's worked example (tests/kernels/test_quantizers.py)."""
+    """The bytes of the fast one, as in MXNet's worked example (tests/kernels/test_quantizers.py)."""
     for n in (0, 1, 16, 33, 100):
         v, bounds, t = torch.randn(n), torch.tensor([0, n]), torch.tensor([0.5])
         quantizers, one = kernels.of(v).quantize, torch.ones(1)

@@ -156,19 +156,35 @@ def graphs(size: Any) -> Any:
     return (gossip.n_peer_exponential, *((gossip.ring, gossip.full, gossip.star) if size == 3 else ()))
 
 
-def test_sgp_and_osgp() -> None:
-    """The same bits where weights stay 1: on regular graphs, and in the biased ablation. Where they do not, the
-    fast one keeps z and w and lets the optimizer move z, so that x = w z is rounded once more in each step.
+def graphs_of(size: int) -> list[tuple[int, Any]]:
+    return [(size, graph) for graph in graphs(size)]
+
+
+every_graph = pytest.mark.parametrize(("size", "graph"), [pair for size in SIZES for pair in graphs_of(size)])
+
+
+def check_gossip(size: int, graph: Any, make: Any, definition: Any, bound: int) -> None:
+    options = {"gamma": LR, "topology": topology_of(graph, size), "mixing": gossip.uniform, "K": STEPS}
+    assert same(trained(size, partial(make, graph)), partial(definition, **options), bound)
+
+
+@every_graph
+def test_sgp(size: int, graph: Any) -> None:
+    """The same bits where weights stay 1, on regular graphs. Where they do not, the fast one keeps z and w and
+    lets the optimizer move z, so that x = w z is rounded once more in each step.
     """
-    for size, graph in ((n, graph) for n in SIZES for graph in graphs(n)):
-        options = {"gamma": LR, "topology": topology_of(graph, size), "mixing": gossip.uniform, "K": STEPS}
-        for make, definition, bound in (
-            (SGP, sgp, 16 if graph is gossip.star else 0),
-            (OSGP, osgp, 16 if size > 1 else 0),
-            (partial(OSGP, biased=True), partial(osgp, biased=True), 0),
-        ):
-            found = trained(size, partial(make, graph))
-            assert same(found, partial(definition, **options), bound), (size, graph, make)
+    check_gossip(size, graph, SGP, sgp, 16 if graph is gossip.star else 0)
+
+
+@every_graph
+def test_osgp(size: int, graph: Any) -> None:
+    """Weights are 1 on one rank only: see `test_sgp`."""
+    check_gossip(size, graph, OSGP, osgp, 16 if size > 1 else 0)
+
+
+@every_graph
+def test_the_biased_ablation_of_osgp(size: int, graph: Any) -> None:
+    check_gossip(size, graph, partial(OSGP, biased=True), partial(osgp, biased=True), 0)
 
 
 def in_fp16(q: Any) -> Any:

@@ -25,26 +25,37 @@ def momentum_sgd(steps: Any, nesterov: Any, momentum: float = 0.9) -> Any:
     return -p.detach()
 
 
-def test_momentum_correction_loses_nothing_and_masking_clipping_and_warm_up() -> None:
+@pytest.mark.parametrize("ratio", [0.05, 1.0])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_momentum_correction_loses_nothing(nesterov: bool, ratio: float) -> None:
     """Without masking what was sent and what waits add up to momentum SGD; all of it is sent at D = 1."""
     steps = [[normal(N, seed=10 * step + rank) for rank in range(2)] for step in range(10)]
-    for nesterov in (False, True):
-        expected = momentum_sgd(steps, nesterov)
-        for ratio in (0.05, 1.0):
-            ranks = Ranks(2, partial(paper.DGC, ratio, 0.9, nesterov, masking=False), [(40, 5)])
-            sent = sum(ranks.step(own).double() for own in steps)
-            waits = sum(error.double() for error in ranks.errors()) / 2
-            torch.testing.assert_close(sent + waits, expected, rtol=0, atol=1e-4)
-            assert bool(waits.any()) == (ratio < 1)
-    # By hand: U = V = (4, 2, 1) sends 4. Then U = (0, 1, 0.5), V = (0, 3, 1.5); not masked: (2, ..), (2, ..).
-    for masking, waits, momenta in ((True, [0, 0, 1.5], [0, 0, 0.5]), (False, [2, 0, 1.5], [2, 1, 0.5])):
-        ranks = Ranks(1, partial(paper.DGC, 1 / 3, 0.5, masking=masking), [(3, 1)])
-        assert ranks.step([torch.tensor([4.0, 2.0, 1.0])]).tolist() == [4, 0, 0]
-        assert ranks.step([torch.zeros(3)]).tolist() == [0, 3, 0]
-        assert ranks.errors()[0].tolist() == waits
-        assert ranks.states[0].state_dict()["U"]["p0"].view(-1).tolist() == momenta
+    expected = momentum_sgd(steps, nesterov)
+    ranks = Ranks(2, partial(paper.DGC, ratio, 0.9, nesterov, masking=False), [(40, 5)])
+    sent = sum(ranks.step(own).double() for own in steps)
+    waits = sum(error.double() for error in ranks.errors()) / 2
+    torch.testing.assert_close(sent + waits, expected, rtol=0, atol=1e-4)
+    assert bool(waits.any()) == (ratio < 1)
+
+
+@pytest.mark.parametrize(
+    ("masking", "waits", "momenta"), [(True, [0, 0, 1.5], [0, 0, 0.5]), (False, [2, 0, 1.5], [2, 1, 0.5])]
+)
+def test_masking_clears_the_momentum_of_what_was_sent(masking: bool, waits: Any, momenta: Any) -> None:
+    """By hand: U = V = (4, 2, 1) sends 4. Then U = (0, 1, 0.5), V = (0, 3, 1.5); not masked: (2, ..), (2, ..)."""
+    ranks = Ranks(1, partial(paper.DGC, 1 / 3, 0.5, masking=masking), [(3, 1)])
+    assert ranks.step([torch.tensor([4.0, 2.0, 1.0])]).tolist() == [4, 0, 0]
+    assert ranks.step([torch.zeros(3)]).tolist() == [0, 3, 0]
+    assert ranks.errors()[0].tolist() == waits
+    assert ranks.states[0].state_dict()["U"]["p0"].view(-1).tolist() == momenta
+
+
+def test_clipping_limits_the_norm_of_each_tensor() -> None:
     ranks = Ranks(1, partial(paper.DGC, 1.0, 0.0, thr_G=1.0), [(2, 1), (1, 1)])
     torch.testing.assert_close(ranks.step([torch.tensor([3.0, 4.0, 0.5])]), torch.tensor([0.6, 0.8, 0.5]))
+
+
+def test_the_ratio_falls_during_the_warm_up() -> None:
     compressor = paper.DGC(0.001, warmup_epochs=5)
     ratios = [compressor.in_epoch(epoch).compress_ratio for epoch in range(6)]
     assert ratios == [0.25, 0.0625, 0.015625, 0.00390625, 0.001, 0.001]
