@@ -8,7 +8,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from fractions import Fraction
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import DEFAULT, Mock
@@ -264,18 +263,43 @@ def test_a_full_disk_ends_all_ranks(file: str, tmp_path: Path, monkeypatch: Monk
     assert on_ranks(tmp_path, 2, body) == ["e0001", "e0001"]
 
 
-@pytest.mark.usefixtures("no_type_checks")
-def test_the_files_of_a_run_and_inference(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    run = Path("runs/[digits.cnn+dgc.wm5].np4")
+@pytest.fixture(scope="module")
+def documented_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the run of the page."""
+    folder = tmp_path_factory.mktemp("documented")
+    run = folder / "runs/[digits.cnn+dgc.wm5].np4"
     words = ["--configs", "configs/digits/cnn.py", "configs/dgc/wm5.py", "--run-dir", str(run), "--devices", "cpu"]
     train_on(2, [*words, "--configs.train.num_epochs=1", "--configs.train.batch_size=180"])
-    names = {path.name for path in (run / "checkpoints").rglob("*")}
+    return folder
+
+
+def checkpoints_of(folder: Path) -> Path:
+    return folder / "runs/[digits.cnn+dgc.wm5].np4/checkpoints"
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_a_run_has_the_documented_files(documented_run: Path) -> None:
+    names = {path.name for path in checkpoints_of(documented_run).rglob("*")}
     assert names == {"latest.json", "best.json", "e0001", "shared.pt", "rank0.pt", "rank1.pt", "manifest.json"}
-    shared, own = (read_tensors(run / "checkpoints/e0001" / name) for name in ("shared.pt", "rank1.pt"))
-    for state, name in ((shared, "shared"), (own, "rankN")):
-        assert state.keys() == {row[0].strip("`") for row in table(f"key of `{name}.pt`", "checkpoints.md")}
+
+
+@pytest.mark.usefixtures("no_type_checks")
+@pytest.mark.parametrize(("file", "name"), [("shared", "shared"), ("rank1", "rankN")])
+def test_a_file_has_the_documented_keys(documented_run: Path, file: str, name: str) -> None:
+    state = read_tensors(checkpoints_of(documented_run) / "e0001" / f"{file}.pt")
+    assert state.keys() == {row[0].strip("`") for row in table(f"key of `{name}.pt`", "checkpoints.md")}
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_the_file_of_a_rank_has_the_tables_of_its_compressor(documented_run: Path) -> None:
+    own = read_tensors(checkpoints_of(documented_run) / "e0001/rank1.pt")
     assert own["compression"]["DGCCompressor.0"].keys() >= {"momentums", "velocities", "steps"}
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_the_model_of_a_run_is_loaded_as_documented(documented_run: Path, monkeypatch: MonkeyPatch) -> None:
+    monkeypatch.chdir(documented_run)
+    shared = read_tensors(checkpoints_of(documented_run) / "e0001/shared.pt")
     scope: dict[str, Any] = {}
     for block in (INFERENCE, FROM_CONFIG):
         exec(block, scope)
@@ -331,19 +355,24 @@ def test_your_own_loop(tmp_path: Path) -> None:
     torch.testing.assert_close(mean, torch.stack(velocities).mean(0))
 
 
-def test_shares_and_blends() -> None:
-    """Rows of shares sum to one, and columns to new / old. What is equal on all ranks stays so bit for bit."""
-    for old, new in product(range(1, 9), repeat=2):
-        rows = [shares(old, new, rank) for rank in range(new)]
-        with case(old, new):
-            assert all(sum(row.values()) == 1 and len(row) <= -(-old // new) + 1 for row in rows)
-            for rank in range(old):
-                assert sum(row.get(rank, Fraction(0)) for row in rows) == Fraction(new, old)
-            assert old != new or rows == [{rank: 1} for rank in range(new)]
-    # a blend is rounded once
+@pytest.mark.parametrize("new", range(1, 9))
+@pytest.mark.parametrize("old", range(1, 9))
+def test_shares_keep_the_mean_of_the_old_ranks(old: int, new: int) -> None:
+    """Rows of shares sum to one, and columns to new / old."""
+    rows = [shares(old, new, rank) for rank in range(new)]
+    assert all(sum(row.values()) == 1 and len(row) <= -(-old // new) + 1 for row in rows)
+    for rank in range(old):
+        assert sum(row.get(rank, Fraction(0)) for row in rows) == Fraction(new, old)
+    assert old != new or rows == [{rank: 1} for rank in range(new)]
+
+
+def test_a_blend_is_rounded_once() -> None:
     states = {rank: {"v": torch.randn(1000, generator=torch.Generator().manual_seed(rank))} for rank in range(8)}
     expected: Any = sum(state["v"].double() for state in states.values()) / 8
     assert torch.equal(blend(states, shares(8, 1, 0))["v"], expected.float())
+
+
+def test_a_blend_keeps_what_is_equal_on_all_ranks_bit_for_bit() -> None:
     q = torch.rand(50)
     equal = {rank: {"q": q.clone(), "steps": 3, "order": [1, torch.tensor([5])]} for rank in range(3)}
     mixed = blend(equal, shares(3, 2, 0))
@@ -407,16 +436,34 @@ def test_the_mean_over_ranks_or_machines_is_preserved_to_rounding(method: str) -
             world(new, method, before)  # goes on
 
 
-def test_values_that_cannot_be_summed_and_parts_that_contradict_are_reported() -> None:
-    zeros, ones = torch.zeros(2), torch.ones(2).long()
-    two: list[Any] = [(1, 2), (1, 1.0), ([1], [1, 2]), (zeros, torch.zeros(3)), (ones, 2 * ones)]
-    for first, second in two:
-        refuse(r"^state\.a", blend, {0: {"a": first}, 1: {"a": second}}, shares(2, 1, 0))
+ZEROS, ONES = torch.zeros(2), torch.ones(2).long()
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(1, 2), (1, 1.0), ([1], [1, 2]), (ZEROS, torch.zeros(3)), (ONES, 2 * ONES)],
+    ids=["numbers", "types", "lengths", "shapes", "integers"],
+)
+def test_values_that_cannot_be_blended_are_named(first: Any, second: Any) -> None:
+    refuse(r"^state\.a", blend, {0: {"a": first}, 1: {"a": second}}, shares(2, 1, 0))
+
+
+def test_states_with_different_keys_cannot_be_blended() -> None:
     refuse("^state has different keys", blend, {0: {"a": 1}, 1: {"b": 1}}, shares(2, 1, 0))
+
+
+def test_the_parts_of_a_machine_are_merged() -> None:
     assert merge([{"steps": 0, "v": {}}, {"steps": 3, "v": {"w": 1.5}}]) == {"steps": 3, "v": {"w": 1.5}}
     assert merge([{"kind": "a"}, {"kind": "a"}]) == {"kind": "a"}
-    for first, second in (("a", "b"), (zeros, torch.ones(2)), (True, 1), (zeros, None)):
-        refuse(r"^state\.a differs between ranks of one machine", merge, [{"a": first}, {"a": second}])
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("a", "b"), (ZEROS, torch.ones(2)), (True, 1), (ZEROS, None)],
+    ids=["texts", "tensors", "types", "nothing"],
+)
+def test_parts_of_a_machine_that_contradict_are_named(first: Any, second: Any) -> None:
+    refuse(r"^state\.a differs between ranks of one machine", merge, [{"a": first}, {"a": second}])
 
 
 def test_other_buckets_only_move_tensors_between_the_ranks_of_a_machine() -> None:

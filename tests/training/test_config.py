@@ -1,4 +1,4 @@
-"""Stacks of config files: what they become, also those of the original DGC code.
+"""Stacks of config files: what they become, also the stacks of the original DGC code.
 
 What they refuse is in test_config_errors.py. Those of the original code have the edits of docs/migrating.md.
 """
@@ -34,7 +34,7 @@ from dgc_training.startup.run_directory import check_run_directory
 WM5, SGP, RING = (f"configs/{name}.py" for name in ("dgc/wm5", "gossip/sgp", "topology/ring"))
 HEAD = "import torch\nfrom dgc_training.config import Config, configs, derived\n"
 SHIPPED = [str(file.relative_to(REPOSITORY)) for file in config_files(REPOSITORY / "configs")]
-BEFORE = {  # what stands before a file, or before those of a folder; otherwise CNN
+BEFORE = {  # what stands before a file, or before the files of a folder; otherwise CNN
     "digits": [],
     "selection": [CNN, WM5],
     "topology": [CNN, SGP],
@@ -78,18 +78,28 @@ def write(folder: Path, name: str, text: str) -> Path:
     return file
 
 
-def test_derived_values_follow_overrides_and_later_files(tmp_path: Path) -> None:
-    for words, t_max in (("", 35), ("num_epochs=500", 495), ("warmup_lr_epochs=0", 40), ("num_epochs=2", 1)):
-        assert load([CNN], [f"--configs.train.{word}" for word in words.split()]).train.scheduler.T_max == t_max
+@pytest.mark.parametrize(
+    ("word", "t_max"), [("", 35), ("num_epochs=500", 495), ("warmup_lr_epochs=0", 40), ("num_epochs=2", 1)]
+)
+def test_derived_values_follow_overrides(word: str, t_max: int) -> None:
+    assert load([CNN], [f"--configs.train.{word}"] if word else []).train.scheduler.T_max == t_max
+
+
+def test_the_memory_follows_the_momentum_of_the_optimizer() -> None:
     words = "--configs.train.optimizer.momentum 0.8 --configs.train.optimizer.nesterov true"
     train = load([CNN, WM5], words.split()).train
     for node in (train.optimizer, train.compression.memory, instantiate(train.compression.memory)):
         assert (node.momentum, node.nesterov) == (0.8, True), node
+
+
+def test_derived_values_follow_later_files(tmp_path: Path) -> None:
     later = write(tmp_path, "later.yaml", "{train: {num_epochs: 100, optimizer: {momentum: 0.5}}, seed: 7}")
     tree = load([CNN, WM5, later])
     assert tree.train.scheduler.T_max == 95
     assert (tree.train.compression.memory.momentum, tree.train.compression.seed) == (0.5, 7)
-    # formulas in lists
+
+
+def test_the_items_of_a_list_may_be_derived(tmp_path: Path) -> None:
     text = "configs.train.scheduler = Config(torch.optim.lr_scheduler.MultiStepLR)\n"
     text += "configs.train.scheduler.milestones = [derived('train.num_epochs // 2 - train.warmup_lr_epochs'), "
     steps = write(tmp_path, "steps.py", text + "derived('train.num_epochs * 3 // 4'), 39]\n")
@@ -98,8 +108,9 @@ def test_derived_values_follow_overrides_and_later_files(tmp_path: Path) -> None
     assert list(tree.train.scheduler.milestones) == [35, 60, 78]
 
 
-def test_a_formula_is_arithmetic_and_nothing_else() -> None:
-    for formula, value in (
+@pytest.mark.parametrize(
+    ("formula", "value"),
+    [
         ("2 + 3 * 4 - 1", 13),
         ("7 / 2", 3.5),
         ("7 // 2 % 2", 1),
@@ -109,18 +120,36 @@ def test_a_formula_is_arithmetic_and_nothing_else() -> None:
         ("(seed - 40) * +2", 4),
         ("seed / a.b", 14.0),
         ("max(1e1, 2.) + 1_0 ** 2", 110.0),
-    ):
-        tree = OmegaConf.create({"seed": 42, "a": {"b": 3}, "x": f'${{derive:"{formula}"}}'})
-        assert tree.x == value and type(tree.x) is type(value), formula
-    wrong = ("f(1)", "a[0]", "'a'", "a if b else c", "lambda: 1", "a.b()", "max()", "a <", "True", "min(a, key=b)")
-    for formula in (*wrong, "", "1if(2)else(3)", "(1, 2)", "2.5.5", "a b"):
-        tree = OmegaConf.create({"x": f'${{derive:"{formula}"}}', "a": 1, "b": 2})
-        with pytest.raises(OmegaConfBaseException, match="is not made of keys, numbers"):
-            print(tree.x, "is the value of", formula)
+    ],
+)
+def test_a_formula_is_arithmetic(formula: str, value: float) -> None:
+    tree = OmegaConf.create({"seed": 42, "a": {"b": 3}, "x": f'${{derive:"{formula}"}}'})
+    assert tree.x == value and type(tree.x) is type(value)
+
+
+NO_FORMULAS = (
+    "f(1)",
+    "a[0]",
+    "'a'",
+    "a if b else c",
+    "lambda: 1",
+    "a.b()",
+    "max()",
+    "a <",
+    "True",
+    "min(a, key=b)",
+)
+
+
+@pytest.mark.parametrize("formula", [*NO_FORMULAS, "", "1if(2)else(3)", "(1, 2)", "2.5.5", "a b"])
+def test_a_formula_of_anything_but_arithmetic_is_refused(formula: str) -> None:
+    tree = OmegaConf.create({"x": f'${{derive:"{formula}"}}', "a": 1, "b": 2})
+    with pytest.raises(OmegaConfBaseException, match="is not made of keys, numbers"):
+        print(tree.x, "is the value of", formula)
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_every_shipped_file_stacks_and_builds(name: str) -> None:
+def test_every_shipped_file_builds_its_parts_on_a_stack(name: str) -> None:
     short = name.removeprefix("configs/").removesuffix(".py")
     tree = load([*BEFORE.get(short, BEFORE.get(short.partition("/")[0], [CNN])), name])
     for key in ("compression", "gossip", "criterion"):
@@ -175,88 +204,131 @@ def test_bases_apply_once_from_the_top_down_in_any_folder(tmp_path: Path, monkey
     assert os.getcwd() == str(tmp_path)
 
 
-def test_a_tree_is_read_only_and_loads_do_not_touch_each_other(tmp_path: Path) -> None:
+def test_a_tree_is_read_only() -> None:
     tree = load([CNN])
     with pytest.raises(ReadonlyConfigError):
         tree.seed = 1
     assert list(tree) == ["seed", "deterministic", "data", "dataset", "model", "task", "train", "requires"]
-    first = to_yaml(tree)
+
+
+def test_loads_do_not_touch_each_other(tmp_path: Path) -> None:
+    first = to_yaml(load([CNN]))
     load([CNN, WM5, "configs/dgc/nm.py"], ["--configs.train.num_epochs", "3"])
     with pytest.raises(ConfigError):
         load([CNN, write(tmp_path, "bad.py", "configs.seed = 1\nraise KeyError('x')")])
     assert to_yaml(load(["configs/digits/resnet20.py"])) != first
     assert to_yaml(load([CNN])) == to_yaml(load([CNN, CNN])) == first
+
+
+def test_there_is_no_tree_outside_of_a_config_file() -> None:
     with pytest.raises(ImportError, match="configs"):
         from dgc_training.config import configs  # noqa: F401
-    # a config file may load another stack
+
+
+def test_a_config_file_may_load_another_stack(tmp_path: Path) -> None:
     text = "from dgc_training.config import load\n"
     text += "configs.seed = load(['configs/digits/resnet20.py'], ['--configs.seed', '42']).seed + 1"
     assert load([CNN, write(tmp_path, "x.py", text)]).seed == 43
 
 
-def test_python_and_yaml_say_the_same(tmp_path: Path) -> None:
+def test_a_python_file_makes_the_tree_of_a_yaml_file(tmp_path: Path) -> None:
     tree = load([CNN, write(tmp_path, "b.yaml", YAML)])
     assert to_yaml(load([CNN, write(tmp_path, "a.py", PYTHON)])) == to_yaml(tree)
     assert "momentum" not in tree.train.optimizer and len(tree.train.meters) == 3
     assert tree.train.scheduler.T_max == 80
-    # a mapping with the constructor in place merges, another one replaces, and so does Config(Target) of Python
-    same, other = "{_target_: torch.optim.SGD, lr: 0.1}", "{_target_: torch.optim.Adam, lr: 0.1}"
-    sgd, adam = ({"_target_": f"torch.optim.{name}", "lr": 0.1} for name in ("SGD", "Adam"))
+
+
+SGD_NODE, ADAM_NODE = ({"_target_": f"torch.optim.{name}", "lr": 0.1} for name in ("SGD", "Adam"))
+WITH_SGD, WITH_ADAM = (f"{{_target_: torch.optim.{name}, lr: 0.1}}" for name in ("SGD", "Adam"))
+
+
+@pytest.mark.parametrize("mapping", [WITH_SGD, "{lr: 0.1}", WITH_ADAM])
+def test_a_mapping_merges_unless_it_has_another_constructor(tmp_path: Path, mapping: str) -> None:
     merged = {**values(load([CNN]).train.optimizer), "lr": 0.1}
-    for mapping, found in ((same, merged), ("{lr: 0.1}", merged), (other, adam)):
-        file = write(tmp_path, "a.yaml", f"train: {{optimizer: {mapping}}}")
-        for tree in (load([CNN, file]), load([CNN], ["--configs.train.optimizer", mapping])):
-            assert values(tree.train.optimizer) == found
+    file = write(tmp_path, "a.yaml", f"train: {{optimizer: {mapping}}}")
+    for tree in (load([CNN, file]), load([CNN], ["--configs.train.optimizer", mapping])):
+        assert values(tree.train.optimizer) == (ADAM_NODE if mapping == WITH_ADAM else merged)
+
+
+def test_an_assigned_config_replaces_the_node(tmp_path: Path) -> None:
     file = write(tmp_path, "c.py", "configs.train.optimizer = Config(torch.optim.SGD, lr=0.1)")
-    words = ["--configs.train.optimizer", "null", "--configs.train.optimizer", same]
-    assert values(load([CNN, file]).train.optimizer) == values(load([CNN], words).train.optimizer) == sgd
-    # In nodes inside of the mapping too, and in a list's items.
+    words = ["--configs.train.optimizer", "null", "--configs.train.optimizer", WITH_SGD]
+    assert values(load([CNN, file]).train.optimizer) == values(load([CNN], words).train.optimizer) == SGD_NODE
+
+
+def test_a_mapping_merges_in_its_inner_nodes_too() -> None:
     memory = "{_target_: dgc.memory.DGCSGDMemory, momentum: 0.5}"
     mapping = f"{{_target_: dgc.compression.DGCCompressor, memory: {memory}}}"
     expected = values(load([CNN, WM5]).train.compression)
     expected["memory"]["momentum"] = 0.5
     assert values(load([CNN, WM5], ["--configs.train.compression", mapping]).train.compression) == expected
+
+
+def test_a_mapping_merges_in_the_item_of_a_list() -> None:
     route = [CNN, "configs/powersgd/rank2.py", "configs/route/matrices_only.py"]
     tree = load(route, ["--configs.train.compression.rules.0.compressor", "{rank: 3}"])
     before = values(load(route).train.compression.rules[0].compressor)
     assert values(tree.train.compression.rules[0].compressor) == {**before, "rank": 3}
 
 
-def test_a_saved_tree_repeats_the_run_and_can_be_overridden(tmp_path: Path) -> None:
-    # it keeps nothing that its stack took away
+@pytest.fixture(params=["experiment", "DGC", "less than its base"])
+def saved_tree(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, Path]:
+    """A tree, and the file in which it was saved with its formulas. The last stack takes keys of its base away."""
     text = "configs.train.meters = Config()\nconfigs.train.metric = None\n"
     own = write(tmp_path, "own.py", text + "configs.train.optimizer = Config(torch.optim.SGD, lr=0.1)")
-    stacks: list[list[str | Path]] = [[CNN], [CNN, WM5, "configs/dgc/fp16.py"], [CNN, own]]
-    for stack in stacks:
-        tree = load(stack, ["--configs.train.optimizer.lr", "1e-5", "--configs.train.scheduler.eta_min", "0"])
-        saved = write(tmp_path, "runs/name/config.yaml", to_yaml(tree, resolve=False))
-        assert load([saved]) == tree and to_yaml(load([saved])) == to_yaml(tree)
-        again = load([saved], ["--configs.train.num_epochs", "500", "--configs.train.optimizer.momentum", "0.8"])
-        assert again.train.scheduler.T_max == 495
-        assert len(stack) < 3 or again.train.compression.memory.momentum == 0.8
-        saved.write_text(to_yaml(tree, resolve=True))
-        assert values(load([saved])) == values(tree)
-    # it brings the keys that its stack declared
+    stacks: dict[str, list[str | Path]] = {
+        "experiment": [CNN],
+        "DGC": [CNN, WM5, "configs/dgc/fp16.py"],
+        "less than its base": [CNN, own],
+    }
+    words = ["--configs.train.optimizer.lr", "1e-5", "--configs.train.scheduler.eta_min", "0"]
+    tree = load(stacks[request.param], words)
+    return tree, write(tmp_path, "runs/name/config.yaml", to_yaml(tree, resolve=False))
+
+
+def test_a_saved_tree_repeats_the_run(saved_tree: tuple[Any, Path]) -> None:
+    tree, saved = saved_tree
+    assert load([saved]) == tree and to_yaml(load([saved])) == to_yaml(tree)
+    saved.write_text(to_yaml(tree, resolve=True))
+    assert values(load([saved])) == values(tree)
+
+
+def test_a_saved_tree_can_be_overridden(saved_tree: tuple[Any, Path]) -> None:
+    tree, saved = saved_tree
+    again = load([saved], ["--configs.train.num_epochs", "500", "--configs.train.optimizer.momentum", "0.8"])
+    assert again.train.scheduler.T_max == 495
+    assert "memory" not in tree.train.compression or again.train.compression.memory.momentum == 0.8
+
+
+def test_a_saved_tree_brings_the_keys_that_its_stack_declared(tmp_path: Path) -> None:
     write(tmp_path, "own/__init__.yaml", "mine: {depth: 3}")
     tree = load([CNN, write(tmp_path, "own/deep.yaml", "mine: {depth: 4}")])
     saved = write(tmp_path, "config.yaml", to_yaml(tree))
     assert load([saved]) == tree and load([saved], ["--configs.mine.depth", "5"]).mine.depth == 5
-    # it can be stacked under DGC
+
+
+def test_a_saved_tree_can_be_stacked_under_dgc(tmp_path: Path) -> None:
     saved = write(tmp_path, "config.yaml", to_yaml(load([CNN], ["--configs.seed", "9"])))
     assert load([saved, WM5]) == load([CNN, WM5], ["--configs.seed", "9"])
 
 
-def test_literals_and_overrides_in_every_form() -> None:
-    cases: dict[str, Any] = {"500": 500, "-3": -3, "1e-4": 1e-4, "-.5": -0.5, "1_000": 1000}
-    cases |= {"null": None, "None": None, "~": None, "true": True, "False": False}
-    cases |= {"[1e-4, null, true, 'a b', -1, c]": [1e-4, None, True, "a b", -1, "c"], "[]": []}
-    cases |= {"{b: null, c: 'null of it', d: [x]}": {"b": None, "c": "null of it", "d": ["x"]}}
-    cases |= {'"5"': "5", "'null'": "null", "''": ""}
-    texts = ["010", "nan", "resnet20", "1-2", "__import__('os').getcwd()", "acc/test_top1", "conv\\d+[.]a"]
-    for text, value in (cases | {text: text for text in texts}).items():
-        found = literal(text, "key")
-        assert found == value and type(found) is type(value), text
+LITERALS: dict[str, Any] = {
+    **{"500": 500, "-3": -3, "1e-4": 1e-4, "-.5": -0.5, "1_000": 1000},
+    **{"null": None, "None": None, "~": None, "true": True, "False": False},
+    **{"[1e-4, null, true, 'a b', -1, c]": [1e-4, None, True, "a b", -1, "c"], "[]": []},
+    **{"{b: null, c: 'null of it', d: [x]}": {"b": None, "c": "null of it", "d": ["x"]}},
+    **{'"5"': "5", "'null'": "null", "''": ""},
+}
+TEXTS = ["010", "nan", "resnet20", "1-2", "__import__('os').getcwd()", "acc/test_top1", "conv\\d+[.]a"]
 
+
+@pytest.mark.parametrize(("text", "value"), [*LITERALS.items(), *((text, text) for text in TEXTS)])
+def test_a_literal_has_the_value_that_it_shows(text: str, value: Any) -> None:
+    found = literal(text, "key")
+    assert found == value and type(found) is type(value)
+
+
+def test_overrides_of_every_type_are_taken() -> None:
     words = "--configs.train.num_epochs=1e2 --configs.train.optimizer.lr 1e-4 --configs.deterministic True"
     words += " --configs.train.meters.acc/{}_top1.k 3 --configs.train.metric=null --configs.train.bucket_mb 1"
     words += " --configs.train.compression.warmup_coeff [0.5,0.1,0.1,0.1,0.1] --configs.train.checkpoint_every 7"
@@ -268,30 +340,46 @@ def test_literals_and_overrides_in_every_form() -> None:
     assert train.meters["acc/{}_top1"].k == 3 and train.checkpoint_every == 7
     assert list(train.compression.warmup_coeff) == [0.5, 0.1, 0.1, 0.1, 0.1]
     assert (train.optimizer.weight_decay, train.optimizer.dampening) == (0, -1)
-    # null drops a node, and a node replaces null
+
+
+def test_null_drops_a_node() -> None:
     assert load([CNN], ["--configs.train.scheduler", "null"]).train.scheduler is None
+
+
+def test_a_node_replaces_null() -> None:
     clip = "{_target_: dgc.memory.ClipByNorm, max_norm: 2.5}"
     tree = load([CNN, WM5], ["--configs.train.compression.memory.gradient_clipping", clip])
     assert tree.train.compression.memory.gradient_clipping.max_norm == 2.5
-    # the last override wins; SGD declares floats, whatever int stood there
-    for key, first in (("lr", "1"), ("dampening", "0")):
-        words = f"--configs.train.optimizer.{key} {first} --configs.train.optimizer.{key} 0.5"
-        assert load([CNN], words.split()).train.optimizer[key] == 0.5
 
 
-def test_import_paths_are_short_and_keywords_accept_what_their_annotations_say() -> None:
-    for target, path in (
+@pytest.mark.parametrize(("key", "first"), [("lr", "1"), ("dampening", "0")])
+def test_the_last_override_wins(key: str, first: str) -> None:
+    """SGD declares floats, whatever int stood there."""
+    words = f"--configs.train.optimizer.{key} {first} --configs.train.optimizer.{key} 0.5"
+    assert load([CNN], words.split()).train.optimizer[key] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("target", "path"),
+    [
         (torch.nn.CrossEntropyLoss, "torch.nn.CrossEntropyLoss"),
         (torch.optim.SGD, "torch.optim.SGD"),
         (torch.optim.lr_scheduler.CosineAnnealingLR, "torch.optim.lr_scheduler.CosineAnnealingLR"),
         (torch.nn.functional.cross_entropy, "torch.nn.functional.cross_entropy"),
         (Path, "pathlib.Path"),
-    ):
-        assert import_path(target) == path and import_target(path) is target
-    for nameless in (dict.fromkeys, lambda: 1):
-        with pytest.raises(ValueError):
-            import_path(nameless)
+    ],
+)
+def test_an_import_path_is_the_shortest(target: Any, path: str) -> None:
+    assert import_path(target) == path and import_target(path) is target
 
+
+@pytest.mark.parametrize("nameless", [dict.fromkeys, lambda: 1], ids=["method", "lambda"])
+def test_what_has_no_name_has_no_import_path(nameless: Any) -> None:
+    with pytest.raises(ValueError):
+        import_path(nameless)
+
+
+def test_keywords_accept_what_their_annotations_say() -> None:
     def accepting(rate: float, name: str | None = None) -> None: ...
 
     kinds = keywords(accepting)
@@ -393,9 +481,9 @@ STACKS = [
 ]
 
 
-@pytest.mark.usefixtures("no_type_checks")
-def test_files_in_the_original_form_load_and_train(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    """In the working directory of a user who made the edits."""
+@pytest.fixture
+def original_files(tmp_path: Path, monkeypatch: MonkeyPatch) -> Path:
+    """The working directory of a user who made the edits."""
     rows = table("there | here | where", "migrating.md")
     edits = [[re.findall("`(.+?)`", cell) for cell in row[:2]] for row in rows]
     for name, text in FILES.items():
@@ -408,6 +496,11 @@ def test_files_in_the_original_form_load_and_train(tmp_path: Path, monkeypatch: 
     everything = ENGINE + "".join(FILES.values())
     assert len(edits) == 7 and all(there[0] in everything for there, _ in edits)
     monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.usefixtures("original_files")
+def test_files_in_the_original_form_load() -> None:
     plain = load(["configs/images/small.py"])
     assert plain.train.optimizer._target_ == "torch.optim.SGD" and plain.train.optimizer.momentum == 0.8
     assert type(instantiate(plain.train.compression)) is DenseCompressor
@@ -415,19 +508,30 @@ def test_files_in_the_original_form_load_and_train(tmp_path: Path, monkeypatch: 
     assert plain.train.scheduler.milestones == [1, 2] and plain.model.num_classes == 10
     # what `configs.train = Config()` left out has the shipped root base's value
     assert plain.train.bucket_mb is None and plain.train.gossip is None and plain.data.num_workers == 0
-    for extra in ([], ["configs/images/nesterov.py"]):
-        train = load(["configs/images/small.py", *extra, "configs/dgc/dense_first.py", "configs/dgc/half"]).train
-        assert train.optimizer._target_ == "dgc.optim.DGCSGD"
-        assert train.optimizer.lr == 0.05 and train.optimizer.momentum == 0.8
-        memory = instantiate(train.compression).memory
-        assert train.compression._target_ == "dgc.compression.DGCCompressor" and isinstance(memory, DGCSGDMemory)
-        assert memory.correction.momentum == 0.8 and memory.correction.nesterov == bool(extra)
-    write_cifar(tmp_path / "data")
+
+
+@pytest.mark.usefixtures("original_files")
+@pytest.mark.parametrize("extra", [[], ["configs/images/nesterov.py"]], ids=["momentum", "nesterov"])
+def test_files_of_dgc_in_the_original_form_load(extra: list[str]) -> None:
+    train = load(["configs/images/small.py", *extra, "configs/dgc/dense_first.py", "configs/dgc/half"]).train
+    assert train.optimizer._target_ == "dgc.optim.DGCSGD"
+    assert train.optimizer.lr == 0.05 and train.optimizer.momentum == 0.8
+    memory = instantiate(train.compression).memory
+    assert train.compression._target_ == "dgc.compression.DGCCompressor" and isinstance(memory, DGCSGDMemory)
+    assert memory.correction.momentum == 0.8 and memory.correction.nesterov == bool(extra)
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_files_in_the_original_form_train(original_files: Path) -> None:
+    write_cifar(original_files / "data")
     stack = ["configs/images/small.py", "configs/images/nesterov.py", "configs/dgc/dense_first.py"]
-    train_in(tmp_path / "run", stack, ["train.num_epochs=2"])
-    summary = summary_of(tmp_path / "run")
+    train_in(original_files / "run", stack, ["train.num_epochs=2"])
+    summary = summary_of(original_files / "run")
     assert 0 < summary["wire_over_dense"] < 1 / 1.5 and "hits/test_3" in summary["final"]
-    with (tmp_path / "configs/__init__.py").open("a") as opened:
+
+
+def test_a_base_that_removes_a_key_is_refused(original_files: Path) -> None:
+    with (original_files / "configs/__init__.py").open("a") as opened:
         opened.write("del configs.deterministic\n")
     with pytest.raises(ConfigError, match=r"configs/__init__\.py: removes deterministic"):
         load(["configs/images/small.py"])
@@ -449,13 +553,19 @@ def test_a_run_directory_with_another_setting_is_refused(tmp_path: Path) -> None
         check_run_directory(tmp_path, load([CNN, DILOCO]), transport, "cure")
 
 
-def test_the_command_line_and_the_page_name_what_is_there() -> None:
+def test_the_page_names_classes_of_gossip_that_exist() -> None:
     rows = table("there | here | what differs, and why |\n|---|---|---|\n| `GossipDataParallel", "migrating.md")
     here = re.findall("`([A-Za-z_]+)(?:`|\\()", " ".join(row[1] for row in rows))
     names = {name for name in here if name not in ("LocalOptimizer", "graph_from_epoch")}
     assert len(names) >= 12 and not [name for name in names if not hasattr(dgc.gossip, name)]
+
+
+def test_the_page_imports_names_of_aggregate_that_exist() -> None:
     (line,) = re.findall("    from dgc.aggregate import (.+)", (DOCS / "migrating.md").read_text())
     assert not [name for name in line.split(", ") if not hasattr(dgc.aggregate, name)]
+
+
+def test_the_command_line_sets_gossip_under_local_steps() -> None:
     stack = [CNN, SGP, DILOCO]
     assert load(stack, ["--configs.train.gossip.blocking", "true"]).train.gossip.blocking
     with pytest.raises(ConfigError, match="train.gossip._target_ is nosuch.SGP: there is no module"):

@@ -171,14 +171,20 @@ def test_unknown_keys(file: Path) -> None:
     assert len(lines) == 3 and all("mine.py: removes " in line for line in lines)
 
 
-def test_a_users_own_root_base_declares_keys_types_and_limits(tmp_path: Path) -> None:
-    base = yaml(tmp_path / "__init__.yaml", "mine: {depth: 3}")
+def test_a_users_own_root_base_declares_keys(tmp_path: Path) -> None:
+    yaml(tmp_path / "__init__.yaml", "mine: {depth: 3}")
     deep = yaml(tmp_path / "deep.yaml", "mine: {depth: 4}")
     assert load([CNN, deep], ["--configs.mine.depth", "5"]).mine.depth == 5
     assert "unknown key mine.depht; closest: mine.depth" in refusal(CNN, deep, words="--configs.mine.depht 4")
-    message = refusal(CNN, deep, words="--configs.mine.depth abc")
+
+
+def test_a_declared_key_has_the_type_of_its_value(tmp_path: Path) -> None:
+    yaml(tmp_path / "__init__.yaml", "mine: {depth: 3}")
+    message = refusal(CNN, yaml(tmp_path / "deep.yaml", "mine: {depth: 4}"), words="--configs.mine.depth abc")
     assert message.endswith("mine.depth is 'abc', but it must be a whole number")
-    base.unlink()
+
+
+def test_a_declared_key_may_have_limits(tmp_path: Path) -> None:
     text = "from dgc_training.config import Key\nconfigs.mine = {}\nconfigs.mine.name = Key(str)\n"
     python(tmp_path / "__init__.py", text + "configs.mine.depth = Key(int | None, 3, least=2)\n")
     named = yaml(tmp_path / "named.yaml", "mine: {name: a}")
@@ -188,30 +194,41 @@ def test_a_users_own_root_base_declares_keys_types_and_limits(tmp_path: Path) ->
     assert refusal(CNN, tmp_path).startswith("no mine.name in this stack")
 
 
-def test_wrong_types_and_values(file: Path) -> None:
-    node, whole = "a node that names its constructor (_target_)", "a whole number, at least 1"
-    for key, values, kind in (
-        ("train.num_epochs", ["abc", "1.5", "0", "true", "[1]", '${derive:"1/2"}'], whole),
-        ("train.num_batches_per_step", ["null", "-1"], whole),
-        ("train.checkpoint_every", ["0.5", "abc"], whole),
-        ("train.bucket_mb", ["0"], "a number, at least 0.001"),
-        ("data.num_workers", ["-1"], "a whole number, at least 0"),
-        ("train.scheduler.T_max", ["abc"], "a whole"),
-        ("train.optimizer.lr", ["fast", "nan"], "a number"),
-        ("train.metric", ["5", "{a: 1}"], "text"),
-        ("deterministic", ["1", "null"], "true or false"),
-        ("train.criterion", ["5", "null"], node),
-        ("dataset", ["5"], node),
-        ("train.criterion._partial_", ["3"], "true or false"),
-        ("train.compression.warmup_coeff", ["abc"], "a number or a list"),
-    ):
-        for value in values:
-            message = refusal(CNN, WM5O, words=[f"--configs.{key}", value])
-            assert message.startswith(f"command line, --configs.{key}: {key} is"), (key, value)
-            assert f"but it must be {kind}" in message, message
+NODE, WHOLE = "a node that names its constructor (_target_)", "a whole number, at least 1"
+WRONG_WORDS: dict[str, tuple[list[str], str]] = {
+    "train.num_epochs": (["abc", "1.5", "0", "true", "[1]", '${derive:"1/2"}'], WHOLE),
+    "train.num_batches_per_step": (["null", "-1"], WHOLE),
+    "train.checkpoint_every": (["0.5", "abc"], WHOLE),
+    "train.bucket_mb": (["0"], "a number, at least 0.001"),
+    "data.num_workers": (["-1"], "a whole number, at least 0"),
+    "train.scheduler.T_max": (["abc"], "a whole"),
+    "train.optimizer.lr": (["fast", "nan"], "a number"),
+    "train.metric": (["5", "{a: 1}"], "text"),
+    "deterministic": (["1", "null"], "true or false"),
+    "train.criterion": (["5", "null"], NODE),
+    "dataset": (["5"], NODE),
+    "train.criterion._partial_": (["3"], "true or false"),
+    "train.compression.warmup_coeff": (["abc"], "a number or a list"),
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "kind"), [(key, value, kind) for key, (found, kind) in WRONG_WORDS.items() for value in found]
+)
+def test_a_value_of_the_command_line_of_a_wrong_type_is_named(key: str, value: str, kind: str) -> None:
+    message = refusal(CNN, WM5O, words=[f"--configs.{key}", value])
+    assert message.startswith(f"command line, --configs.{key}: {key} is")
+    assert f"but it must be {kind}" in message
+
+
+def test_the_last_of_two_overrides_is_checked() -> None:
     words = "--configs.train.optimizer.lr null --configs.train.optimizer.lr abc"
     assert "train.optimizer.lr is 'abc'" in refusal(CNN, words=words)
-    for text, wrong in (
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
         ("train: {optimizer: {nesterov: 1}}", "train.optimizer.nesterov is 1, but it must be true or false"),
         # T_max follows from it, and is not reported again
         (
@@ -219,13 +236,15 @@ def test_wrong_types_and_values(file: Path) -> None:
             "train.num_epochs is ${train.metric}, which gives 'acc/test_top1'",
         ),
         ("train: {checkpoint_every: {a: 1}}", "train.checkpoint_every is {'a': 1}, but it must be a whole number"),
-        ("train: {gossip: {a: 1}}", f"train.gossip is {{'a': 1}}, but it must be {node}"),
-        ("train: {meters: {m: 5}}", f"train.meters.m is 5, but it must be {node}"),
-        ("train: {meters: {m: null}}", f"train.meters.m is None, but it must be {node}"),
+        ("train: {gossip: {a: 1}}", f"train.gossip is {{'a': 1}}, but it must be {NODE}"),
+        ("train: {meters: {m: 5}}", f"train.meters.m is 5, but it must be {NODE}"),
+        ("train: {meters: {m: null}}", f"train.meters.m is None, but it must be {NODE}"),
         ("seed: ???", "seed is ???: Missing mandatory value: seed"),
         *((f"requires: {value}\n", "requires is ") for value in ("${x}", "5", "[1, 2]", "abc")),
-    ):
-        assert f"mine.yaml: {wrong}" in refusal(CNN, yaml(file, text)), text
+    ],
+)
+def test_a_value_of_a_file_of_a_wrong_type_is_named(file: Path, text: str, wrong: str) -> None:
+    assert f"mine.yaml: {wrong}" in refusal(CNN, yaml(file, text))
 
 
 def test_targets_that_cannot_be_imported(file: Path, monkeypatch: MonkeyPatch) -> None:
@@ -320,7 +339,7 @@ def test_words_that_are_nested_too_deeply_are_one_error() -> None:
         assert words[0] in refusal(CNN, words=words)
 
 
-def test_all_wrong_keys_and_values_are_reported_together(file: Path) -> None:
+def test_all_that_is_wrong_is_reported_together(file: Path) -> None:
     yaml(file, "train: {num_epoch: 5, optimizer: {nesterov: 1, momentun: 0.5}, batch_size: 9}\ntrian: {a: 1}")
     wrong = {"train.batch_sise": "3", "train.metric": "5", "seed": "-1", "train.timeout": "null", "seed.x": "1"}
     wrong |= {"train.scheduler.T_max": "${train.num_batches}", "model.num_class": "3"}
@@ -339,10 +358,15 @@ def test_all_wrong_keys_and_values_are_reported_together(file: Path) -> None:
     ):
         assert sum(line.startswith(beginning) for line in lines) == 1, (beginning, lines)
     assert len(lines) == 10
-    # nothing is checked after a file that fails
+
+
+def test_nothing_is_checked_after_a_file_that_fails(file: Path) -> None:
     yaml(file, "train: {num_epoch: 5}")
     fails = python(file, "raise OSError('gone')")
     assert refusal(CNN, file, fails, words="--configs.sed 3") == "mine.py, line 3: OSError: gone"
+
+
+def test_all_files_that_are_missing_are_reported_together() -> None:
     assert len(refusals("configs/digits/cn.py", "nosuch.yaml")) == 2
 
 

@@ -19,7 +19,7 @@ from environment import patient, python_path
 from omegaconf import OmegaConf
 from on_ranks import on_ranks
 from optim.nets import alone, through_a_file
-from refusals import check_refusals
+from refusals import check_refusals, refuse
 from states import assert_equal
 from torch import nn
 from torch.optim import SGD
@@ -85,27 +85,37 @@ def test_number_of_steps() -> None:
     )
 
 
-def test_the_ranks_use_all_samples_in_equal_steps_in_an_order_of_seed_and_epoch() -> None:
-    for size, epoch in product((1, 2, 3, 5), (0, 1)):
-        samplers = [sampler(rank, size) for rank in range(size)]
-        for s in samplers:
-            s.epoch = epoch
-        passes = [[p.indices for p in s] for s in samplers]
-        assert {len(p) for p in passes} == {samplers[0].steps}
-        for together in zip(*passes, strict=True):
-            assert len({len(indices) for indices in together}) == 1
-        shares = [s.indices() for s in samplers]
-        assert len({len(share) for share in shares}) == 1
-        seen = [index for share in shares for index in share]
-        assert set(seen) == set(range(23)) and len(seen) < 23 + size
-    # more ranks than samples
+@pytest.mark.parametrize("epoch", [0, 1])
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_the_ranks_use_all_samples_in_equal_steps(size: int, epoch: int) -> None:
+    samplers = [sampler(rank, size) for rank in range(size)]
+    for s in samplers:
+        s.epoch = epoch
+    passes = [[p.indices for p in s] for s in samplers]
+    assert {len(p) for p in passes} == {samplers[0].steps}
+    for together in zip(*passes, strict=True):
+        assert len({len(indices) for indices in together}) == 1
+    shares = [s.indices() for s in samplers]
+    assert len({len(share) for share in shares}) == 1
+    seen = [index for share in shares for index in share]
+    assert set(seen) == set(range(23)) and len(seen) < 23 + size
+
+
+def test_each_of_more_ranks_than_samples_has_one() -> None:
     shares = [sampler(rank, 5, samples=2).indices() for rank in range(5)]
     assert [len(share) for share in shares] == [1] * 5 and {i for s in shares for i in s} == {0, 1}
+
+
+def test_the_order_of_samples_depends_on_the_seed_of_the_run_alone() -> None:
     torch.manual_seed(0)
-    first, second, other = sampler(0, 2), sampler(0, 2), sampler(0, 2, seed=8)
+    first, second = sampler(0, 2), sampler(0, 2)
     a = list(first)
     torch.manual_seed(1)
     assert a == list(second)
+
+
+def test_each_epoch_of_each_seed_has_an_order_of_its_own() -> None:
+    first, second, other = sampler(0, 2), sampler(0, 2), sampler(0, 2, seed=8)
     second.epoch = 1
     orders = [[index for p in s for index in p.indices] for s in (first, second, other)]
     assert all(orders[i] != orders[j] for i, j in ((0, 1), (0, 2), (1, 2)))
@@ -145,9 +155,12 @@ if __name__ == "__main__":
 """
 
 
-def test_workers_are_not_forked_change_no_data_and_end_with_their_rank(tmp_path: Path) -> None:
-    (tmp_path / "workers.py").write_text(WORKERS)
-    words, pipe = [sys.executable, str(tmp_path / "workers.py")], subprocess.PIPE
+@pytest.fixture(scope="module")
+def killed_rank(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], list[str], list[Path]]:
+    """How a rank started its workers, what it read from them, and workers that are left after it was killed."""
+    folder = tmp_path_factory.mktemp("workers")
+    (folder / "workers.py").write_text(WORKERS)
+    words, pipe = [sys.executable, str(folder / "workers.py")], subprocess.PIPE
     environment = {**os.environ, "PYTHONPATH": python_path()}
     with subprocess.Popen(words, env=environment, stdin=pipe, stdout=pipe, text=True) as process:
         assert process.stdout is not None
@@ -160,17 +173,45 @@ def test_workers_are_not_forked_change_no_data_and_end_with_their_rank(tmp_path:
         time.sleep(0.05)
     for worker in left:
         os.kill(int(worker.name), signal.SIGKILL)
-    assert not left and method == ["forkserver"]
+    return method, values, left
+
+
+Killed = tuple[list[str], list[str], list[Path]]
+
+
+def test_workers_are_not_forked(killed_rank: Killed) -> None:
+    assert killed_rank[0] == ["forkserver"]
+
+
+def test_workers_change_no_data(killed_rank: Killed) -> None:
     expected = batches(TensorDataset(torch.arange(64.0), torch.arange(64)), 4)
-    assert values == [str(int(y)) for _, [(_, targets)] in expected.epoch(0) for y in targets]
-    # too many are an error
-    message = r"num_workers is 500: 2 ranks on this machine would have 1000 .* at most 32 .* 8 cores and 64 GB"
-    check_refusals(
-        (lambda: check_workers(500, local_size=2, cores=8, memory=64 * 10**9), message),
-        (lambda: check_workers(6, local_size=1, cores=64, memory=4 * 10**9), "at most 5 .* 64 cores and 4 GB"),
-    )
-    for count, size, cores, memory in ((0, 8, 1, 10**9), (8, 1, 1, 16 * 10**9), (32, 2, 8, 64 * 10**9)):
-        check_workers(count, size, cores, memory)
+    assert killed_rank[1] == [str(int(y)) for _, [(_, targets)] in expected.epoch(0) for y in targets]
+
+
+def test_workers_end_with_their_rank(killed_rank: Killed) -> None:
+    assert killed_rank[2] == []
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "cores", "memory", "message"),
+    [
+        (
+            500,
+            2,
+            8,
+            64,
+            r"num_workers is 500: 2 ranks on this machine would have 1000 .* at most 32 .* 8 cores and 64",
+        ),
+        (6, 1, 64, 4, "at most 5 .* 64 cores and 4 GB"),
+    ],
+)
+def test_too_many_workers_are_refused(count: int, size: int, cores: int, memory: int, message: str) -> None:
+    refuse(message, check_workers, count, local_size=size, cores=cores, memory=memory * 10**9)
+
+
+@pytest.mark.parametrize(("count", "size", "cores", "memory"), [(0, 8, 1, 1), (8, 1, 1, 16), (32, 2, 8, 64)])
+def test_workers_that_fit_into_the_machine_are_accepted(count: int, size: int, cores: int, memory: int) -> None:
+    check_workers(count, size, cores, memory * 10**9)
 
 
 def draw() -> Any:
@@ -178,18 +219,25 @@ def draw() -> Any:
     return random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(3).tolist()
 
 
-def test_all_generators_continue_and_a_temporary_seed_leaves_them_alone() -> None:
+def test_all_generators_continue() -> None:
     seed_everything(5)
-    first, state = draw(), through_a_file(random_state(CPU))
+    draw()
+    state = through_a_file(random_state(CPU))
     expected = [draw() for _ in range(3)]
+    seed_everything(6)
+    restore_random_state(state, CPU)
+    assert [draw() for _ in range(3)] == expected
+
+
+def test_a_temporary_seed_leaves_the_generators_alone() -> None:
+    seed_everything(5)
+    first = draw()
     seed_everything(5)
     drawn = []
     for seed in (1, 1, 2):
         with temporary_seed(seed):
             drawn.append(draw())
     assert drawn[0] == drawn[1] and not {*drawn[0][:4]} & {*drawn[2][:4]} and draw() == first
-    restore_random_state(state, CPU)
-    assert [draw() for _ in range(3)] == expected
 
 
 def make_meters(split: Any) -> Any:
@@ -241,23 +289,33 @@ def test_batch_norm_is_averaged_only_inside_the_context(transport: Any) -> None:
     assert set(batch_norm_buffers(nn.BatchNorm1d(3))) == {"running_mean", "running_var"}
 
 
-def test_top_k_accuracy_and_whether_lower_is_better() -> None:
+@pytest.mark.parametrize(("metric", "lower"), [("acc/test", False), ("perplexity/test", True), (None, False)])
+def test_the_meter_of_the_metric_says_whether_lower_is_better(metric: str | None, lower: bool) -> None:
     accuracy = {"_target_": "dgc_training.meters.TopKClassMeter", "k": 1}
     meters = {"acc/{}": accuracy, "perplexity/{}": {"_target_": "dgc_training.meters.Perplexity"}}
-    for metric, lower in (("acc/test", False), ("perplexity/test", True), (None, False)):
-        settings = OmegaConf.create({"metric": metric, "meters": meters})
-        assert Evaluation({"test": []}, settings, alone(), CPU).lower_is_better is lower
+    settings = OmegaConf.create({"metric": metric, "meters": meters})
+    assert Evaluation({"test": []}, settings, alone(), CPU).lower_is_better is lower
+
+
+@pytest.mark.parametrize(("k", "correct"), [(1, 2), (2, 3), (3, 4), (5, 4)])
+def test_top_k_accuracy_counts_targets_among_the_k_largest(k: int, correct: int) -> None:
     outputs = torch.tensor([[0.1, 0.7, 0.2], [0.5, 0.3, 0.2], [0.1, 0.2, 0.7], [0.4, 0.35, 0.25]])
     targets = torch.tensor([1, 1, 0, 0])
-    for k, correct in ((1, 2), (2, 3), (3, 4), (5, 4)):
-        meter = TopKClassMeter(k)
-        assert meter.data() == {"num_examples": 0, "num_correct": 0} and math.isnan(meter.compute())
-        meter.update(outputs[:3], targets[:3])
-        meter.update(outputs[3:], targets[3:])
-        assert meter.compute() == 25.0 * correct
-        assert meter.data() == {"num_examples": 4, "num_correct": correct}
-    meter.set({"num_examples": 8.0, "num_correct": 2.0})  # the sums of all ranks
+    meter = TopKClassMeter(k)
+    assert meter.data() == {"num_examples": 0, "num_correct": 0} and math.isnan(meter.compute())
+    meter.update(outputs[:3], targets[:3])
+    meter.update(outputs[3:], targets[3:])
+    assert meter.compute() == 25.0 * correct
+    assert meter.data() == {"num_examples": 4, "num_correct": correct}
+
+
+def test_top_k_accuracy_takes_the_sums_of_all_ranks() -> None:
+    meter = TopKClassMeter(1)
+    meter.set({"num_examples": 8.0, "num_correct": 2.0})
     assert meter.compute() == 25.0
+
+
+def test_top_0_accuracy_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 1"):
         TopKClassMeter(0)
 
@@ -330,13 +388,17 @@ def test_the_rate_is_rescaled_on_another_number_of_ranks(name: Any) -> None:
     assert rates(again, epochs=8, start=5 * STEPS) == rates(make(SCHEDULERS[name]), epochs=8)[5 * STEPS :]
 
 
-def test_inverse_square_root_rises_to_the_rate_and_falls() -> None:
+def test_inverse_square_root_falls_after_its_warm_up() -> None:
     """The published settings: from 1e-7 to 5e-4 in 4000 steps."""
     optimizer = SGD([nn.Parameter(torch.zeros(2))], lr=5e-4)
     factor = inverse_square_root(optimizer).lr_lambdas[0]
     found = [5e-4 * factor(step) for step in (0, 1, 2000, 4000, 16_000, 400_000)]
     assert found == pytest.approx([1e-7, 1e-7 + (5e-4 - 1e-7) / 4000, 2.5005e-4, 5e-4, 2.5e-4, 5e-5])
     assert [inverse_square_root(optimizer, 0).lr_lambdas[0](step) for step in (0, 1, 4)] == [1, 1, 0.5]
+
+
+def test_schedules_that_cannot_be_are_refused() -> None:
+    optimizer = SGD([nn.Parameter(torch.zeros(2))], lr=5e-4)
     check_refusals(
         (lambda: inverse_square_root(optimizer, warmup_steps=-1), "warmup_steps is -1"),
         (lambda: inverse_square_root(optimizer, start=2.0), "start is 2.0"),

@@ -161,7 +161,7 @@ def test_the_same_command_resumes_after_sigterm(tmp_path: Path, capsys: CaptureF
     command = [python(), str(TRAIN), "--configs", CNN, *FLAGS, "--configs.train.batch_size", "256"]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stdout=pipe, stderr=pipe, text=True) as process:
-        # Resuming needs a checkpoint: that of epoch 1.
+        # Resuming needs a checkpoint: here of epoch 1.
         while process.poll() is None and not list(tmp_path.glob("runs/*/checkpoints/latest.json")):
             time.sleep(0.01)
         process.send_signal(signal.SIGTERM)
@@ -177,7 +177,7 @@ def test_the_same_command_resumes_after_sigterm(tmp_path: Path, capsys: CaptureF
 @HOROVOD
 @pytest.mark.proof
 @pytest.mark.timeout(300)
-def test_a_stuck_rank_is_reported_with_its_stack_and_a_stopped_one_without(tmp_path: Path) -> None:
+def test_a_stuck_rank_is_reported_with_its_stack(tmp_path: Path) -> None:
     stuck, seconds = failing_model(tmp_path, 3, "time.sleep(1000)", rank=1), f"{patient(6)}"
     command = [*MPIRUN, sys.executable, TRAIN, "--configs", CNN, stuck, "--configs.train.timeout", seconds, *FLAGS]
     result = launch(command, tmp_path, 120, PYTHONPATH=python_path(tmp_path))
@@ -185,24 +185,36 @@ def test_a_stuck_rank_is_reported_with_its_stack_and_a_stopped_one_without(tmp_p
     printed = printed_by_a_rank(result)
     assert printed.startswith("[rank 1 of 2 on ")
     assert "rank 1 did not join" in printed and "the others have waited" in printed
-    # no thread of a stopped rank responds
-    result = launch([*MPIRUN, python(), "-c", STOPPED, seconds], tmp_path, 90)
+
+
+@HOROVOD
+@pytest.mark.proof
+@pytest.mark.timeout(300)
+def test_a_stopped_rank_is_reported_by_another_one(tmp_path: Path) -> None:
+    """None of its threads responds."""
+    result = launch([*MPIRUN, python(), "-c", STOPPED, f"{patient(6)}"], tmp_path, 90)
     assert result.returncode != 0 and "Traceback" not in result.stderr
     printed = printed_by_a_rank(result)
     assert printed.startswith("[rank 0 of 2 on ") and "rank 1 does not respond at all" in printed
 
 
+START = [*MPIRUN, python(), "-c"]
+
+
 @HOROVOD
-def test_errors_of_the_command_line_and_of_a_missing_file_are_printed_once(tmp_path: Path) -> None:
-    start = [*MPIRUN, python(), "-c", LONG_DELAYS, "--configs", CNN]
-    result = launch([*start, "--configs.train.num_epoch", "5"], tmp_path)
+def test_an_error_of_the_command_line_is_printed_once(tmp_path: Path) -> None:
+    result = launch([*START, LONG_DELAYS, "--configs", CNN, "--configs.train.num_epoch", "5"], tmp_path)
     assert result.returncode == 2 and list(tmp_path.iterdir()) == []
     assert result.stderr.count("num_epochs") == 1 and "Traceback" not in result.stderr
+
+
+@HOROVOD
+def test_a_file_that_one_rank_lacks_is_reported_by_it(tmp_path: Path) -> None:
     (tmp_path / "shards.py").write_text(SHARDS)
     (tmp_path / "shard0").touch()
     (tmp_path / "shards.yaml").write_text(f"dataset: {{_target_: shards.make, path: {tmp_path}/shard}}\n")
-    words = [*start, tmp_path / "shards.yaml", "--configs.model.num_classes", "10", *FLAGS]
-    result = launch(words, tmp_path, PYTHONPATH=python_path(tmp_path))
+    words = [*START, LONG_DELAYS, "--configs", CNN, tmp_path / "shards.yaml", "--configs.model.num_classes", "10"]
+    result = launch([*words, *FLAGS], tmp_path, PYTHONPATH=python_path(tmp_path))
     assert result.returncode == 2 and "Traceback" not in result.stderr
     printed = printed_by_a_rank(result)
     assert printed.startswith("[rank 1 of 2 on ")
@@ -225,7 +237,7 @@ def test_a_launcher_that_the_transport_does_not_understand_gives_one_error(tmp_p
 
 
 def test_what_a_process_imports(tmp_path: Path) -> None:
-    """Packages of a user come before those of the repository."""
+    """Packages of a user come before packages of the repository."""
     program = "from dgc_models import DigitsCNN\nclass Mine(DigitsCNN): pass\n"
     for name in ("benchmarks", "configs", "datasets", "models", "scripts", "training"):
         (tmp_path / "path" / name).mkdir(parents=True)

@@ -194,23 +194,27 @@ def test_a_run_in_minutes_has_the_bits_of_one_without_stops(tmp_path: Path, caps
         assert_same_end(whole, pieces)
 
 
-def test_a_real_signal_sets_the_flag_and_the_handlers_are_restored() -> None:
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        before = signal.getsignal(number)
-        with Interruption(alone()) as interruption:
-            assert interruption.check() is None
-            os.kill(os.getpid(), number)
-            os.kill(os.getpid(), number)  # the launcher forwards the signal that the batch system sends to all
-            limit = time.monotonic() + patient(30)
-            while interruption.check() is None and time.monotonic() < limit:
-                time.sleep(0.01)
-            assert interruption.check() == number
-        assert signal.getsignal(number) == before
-    # a collective that fails after a signal is not reported: another rank has died
-    for received, expected in ((0, RuntimeError), (signal.SIGTERM, Terminated)):
-        with pytest.raises(expected), Interruption(alone()) as interruption:
-            interruption.received = received
-            raise RuntimeError("gloo/transport/tcp/pair.cc: Connection closed by peer")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_real_signal_sets_the_flag(number: signal.Signals) -> None:
+    """The handler of before returns at the end."""
+    before = signal.getsignal(number)
+    with Interruption(alone()) as interruption:
+        assert interruption.check() is None
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)  # the launcher forwards the signal that the batch system sends to all
+        limit = time.monotonic() + patient(30)
+        while interruption.check() is None and time.monotonic() < limit:
+            time.sleep(0.01)
+        assert interruption.check() == number
+    assert signal.getsignal(number) == before
+
+
+@pytest.mark.parametrize(("received", "expected"), [(0, RuntimeError), (signal.SIGTERM, Terminated)])
+def test_a_collective_that_fails_after_a_signal_is_not_reported(received: int, expected: Any) -> None:
+    """Another rank has died."""
+    with pytest.raises(expected), Interruption(alone()) as interruption:
+        interruption.received = received
+        raise RuntimeError("gloo/transport/tcp/pair.cc: Connection closed by peer")
 
 
 def test_rank_0_says_at_once_what_a_sigterm_does(capsys: CaptureFixture[str]) -> None:

@@ -56,7 +56,7 @@ FP16 += ["model.width=16", "model.heads=2"]
 
 
 def names(*folders: str) -> list[str]:
-    """The files that extend a stack, without those of which every stack has one."""
+    """The files that extend a stack, without the files of which every stack has one."""
     files = [f"{path.parent.name}/{path.stem}" for of in folders for path in sorted((CONFIGS / of).glob("*.py"))]
     return [name for name in files if not name.endswith(("/__init__", "/momentum", "/streaming"))]
 
@@ -78,7 +78,7 @@ pytestmark = pytest.mark.usefixtures("no_type_checks")
 
 @pytest.mark.filterwarnings("ignore:DGCCompressor sends an element seldom")
 @pytest.mark.parametrize("name", COMPRESSION)
-def test_compression_trains_and_sends_less(name: str, tmp_path: Path) -> None:
+def test_a_file_of_compression_trains_with_fewer_bytes(name: str, tmp_path: Path) -> None:
     also = ["train.compression.chunk_size=200"] if name.startswith("chunks/") else ALSO.get(name, [])
     every = 0 if name == "contrib/zero_one_adam" else 1  # between exchanges the ranks of 0/1 Adam differ
     stack = [CNN, *(f"configs/{file}.py" for file in (*BEFORE.get(name, []), name))]
@@ -112,18 +112,24 @@ def test_muon_trains(name: str, tmp_path: Path) -> None:
     assert [(group["muon"], group.get("parts")) for group in groups] == [(False, None), (True, 3), (True, 1)]
 
 
-def test_files_of_local_steps_and_of_muon_stand_in_any_order() -> None:
-    def of(*names: str) -> Any:
-        files = [Path("configs/pysource/gpt.py"), *(CONFIGS / f"{name}.py" for name in names)]
-        return load(files).train
+def stack_on_gpt(*names: str) -> Any:
+    return load([Path("configs/pysource/gpt.py"), *(CONFIGS / f"{name}.py" for name in names)]).train
 
-    for name in ("local/twobit", "local/momentum", "local/streaming"):
-        first, last = of(name, "muon/local"), of("muon/local", name)
-        assert (first.optimizer, first.local) == (last.optimizer, last.local) or name == "local/streaming"
-        assert (first.local.delay, first.local.outer) == (2 if name == "local/streaming" else 0, None)
-    machines = of("muon/local", "local/momentum", "local/machines").local
-    assert machines.base == of("local/momentum", "muon/local").local
-    assert of("gossip/sgp", "muon/local").local.base._target_ == "dgc.gossip.SGP"
+
+@pytest.mark.parametrize("name", ["local/twobit", "local/momentum", "local/streaming"])
+def test_a_file_of_local_steps_stands_before_or_after_muon(name: str) -> None:
+    first, last = stack_on_gpt(name, "muon/local"), stack_on_gpt("muon/local", name)
+    assert (first.optimizer, first.local) == (last.optimizer, last.local) or name == "local/streaming"
+    assert (first.local.delay, first.local.outer) == (2 if name == "local/streaming" else 0, None)
+
+
+def test_the_file_of_machines_takes_the_local_steps_before_it() -> None:
+    machines = stack_on_gpt("muon/local", "local/momentum", "local/machines").local
+    assert machines.base == stack_on_gpt("local/momentum", "muon/local").local
+
+
+def test_local_steps_of_muon_take_the_gossip_before_them() -> None:
+    assert stack_on_gpt("gossip/sgp", "muon/local").local.base._target_ == "dgc.gossip.SGP"
 
 
 def test_the_table_of_epochs_has_the_bytes_of_all_steps(tmp_path: Path, capsys: CaptureFixture[str]) -> None:
@@ -198,17 +204,27 @@ def test_auto_is_on_with_several_machines(tmp_path: Path, capsys: CaptureFixture
         assert connect.call_args.kwargs["hierarchical"] == asked
 
 
-def test_it_learns_and_logs_a_row_for_each_rank(tmp_path: Path) -> None:
-    train_in(tmp_path, [CNN, SGP], [*QUICK, "train.num_epochs=4"], size=4)
-    summary = summary_of(tmp_path)
-    assert summary["best"]["acc/test_top1"] > 60
-    for rank in range(4):
-        rows = list(csv.DictReader((tmp_path / "csv" / f"out_r{rank}_n4.csv").read_text().splitlines()[4:]))
-        trained = [row for row in rows if row["itr"] != "-1"]
-        assert [row["Epoch"] for row in rows if row["itr"] == "-1"] == ["0", "1", "2", "3"]
-        assert float(trained[-1]["weight"]) == 1.0 and float(rows[-1]["consensus"]) > 0
-        assert sum(float(row["payload_bytes"]) for row in rows) == pytest.approx(summary["payload_bytes"])
-        assert float(rows[-1]["val"]) == pytest.approx(summary["final"]["acc/test_top1"], abs=1e-3)
+@pytest.fixture(scope="module")
+def gossip_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four epochs of SGP on 4 ranks."""
+    folder = tmp_path_factory.mktemp("gossip")
+    train_in(folder, [CNN, SGP], [*QUICK, "train.num_epochs=4"], size=4)
+    return folder
+
+
+def test_a_run_of_gossip_learns(gossip_run: Path) -> None:
+    assert summary_of(gossip_run)["best"]["acc/test_top1"] > 60
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_a_run_of_gossip_logs_rows_of_each_rank(gossip_run: Path, rank: int) -> None:
+    summary = summary_of(gossip_run)
+    rows = list(csv.DictReader((gossip_run / "csv" / f"out_r{rank}_n4.csv").read_text().splitlines()[4:]))
+    trained = [row for row in rows if row["itr"] != "-1"]
+    assert [row["Epoch"] for row in rows if row["itr"] == "-1"] == ["0", "1", "2", "3"]
+    assert float(trained[-1]["weight"]) == 1.0 and float(rows[-1]["consensus"]) > 0
+    assert sum(float(row["payload_bytes"]) for row in rows) == pytest.approx(summary["payload_bytes"])
+    assert float(rows[-1]["val"]) == pytest.approx(summary["final"]["acc/test_top1"], abs=1e-3)
 
 
 @pytest.mark.parametrize("first", ["all_reduce_first", "two_peers_first"])
@@ -229,7 +245,7 @@ def test_the_topology_changes_during_a_run(first: Any, tmp_path: Path, monkeypat
     assert first != "all_reduce_first" or max(distances[:8]) < 1e-4 < min(distances[8:])
 
 
-def test_ranks_save_their_models_and_the_mean(tmp_path: Path) -> None:
+def test_ranks_save_their_models_beside_the_mean(tmp_path: Path) -> None:
     train_in(tmp_path, [CNN, OSGP], QUICK)
     files = saved(tmp_path)
     own = [files[f"rank{rank}"]["compression"] for rank in range(2)]
@@ -268,14 +284,17 @@ def test_a_signal_stops_all_ranks_some_steps_later(tmp_path: Path, monkeypatch: 
     assert (tmp_path / "checkpoints" / "e0000s00019").exists()
 
 
-def test_local_steps_have_their_own_key_and_are_over_the_gossip_of_the_stack(tmp_path: Path) -> None:
+def test_local_steps_have_a_key_of_their_own(tmp_path: Path) -> None:
     mine = tmp_path / "mine.yaml"
     mine.write_text("train: {gossip: {_target_: dgc.local.OuterSteps}}")
     with pytest.raises(ConfigError, match=r"train.gossip is dgc.local.OuterSteps, which belongs to train.local"):
         require_complete(load([CNN, mine], []), "cpu")
-    for stack in (["configs/local/slowmo.py", SGP], [SGP, "configs/local/slowmo.py"]):
-        method = instantiate(load([CNN, *stack], ["--configs.train.gossip.blocking=true"]).train.local)
-        assert method.average_every == 48 and method.base.blocking
+
+
+@pytest.mark.parametrize("stack", [["configs/local/slowmo.py", SGP], [SGP, "configs/local/slowmo.py"]])
+def test_local_steps_are_over_the_gossip_of_the_stack(stack: list[Any]) -> None:
+    method = instantiate(load([CNN, *stack], ["--configs.train.gossip.blocking=true"]).train.local)
+    assert method.average_every == 48 and method.base.blocking
 
 
 @pytest.fixture

@@ -91,7 +91,7 @@ class Row(NamedTuple):
     size: int = 2
     local_size: int | None = None
     check: Callable[[Any], None] | None = None  # of the files of the last of them
-    others: Sequence[Any] = ()  # (ranks, those of a machine) that resume the first of them too
+    others: Sequence[Any] = ()  # (ranks, ranks of a machine) that resume the first of them too
 
 
 MID, SCHEDULE_STARTS, ADAM_STARTS = ("e0001s00003",), ("e0002", "e0002s00003"), ("e0000s00008", "e0000s00004")
@@ -317,27 +317,42 @@ def test_the_first_line_of_a_run(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (7, "train.py: 1 process; loading PyTorch\n"), done.stderr
 
 
-def test_colour_and_bar_of_a_terminal(capsys: CaptureFixture[str], monkeypatch: MonkeyPatch) -> None:
-    """mpirun forwards the two streams independently. A bar on the other stream would overwrite rows."""
+@pytest.mark.parametrize(("kind", "expected"), [("dumb", False), ("xterm", True)])
+def test_a_terminal_that_knows_colours_gets_them(monkeypatch: MonkeyPatch, kind: str, expected: bool) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
-    for kind, expected in (("dumb", False), ("xterm", True)):
-        monkeypatch.setenv("TERM", kind)
-        assert wants_colour("/dev/pts/0") is expected and not wants_colour(None)
+    monkeypatch.setenv("TERM", kind)
+    assert wants_colour("/dev/pts/0") is expected and not wants_colour(None)
+
+
+def test_no_color_turns_colours_off(monkeypatch: MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("NO_COLOR", "1")
     assert not wants_colour("/dev/pts/0")
+
+
+def printed_by(rank: int, capsys: CaptureFixture[str], monkeypatch: MonkeyPatch) -> Any:
+    """What a rank prints of a step and the end of its epoch on a terminal of 70 columns."""
+    monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setattr("dgc_training.logging.console.terminal_of", lambda descriptor: "/dev/pts/0")
     monkeypatch.setattr("dgc_training.logging.console.columns", lambda terminal: 70)
-    screen = Console(0, 3, 12, "acc/test_top1")
+    screen = Console(rank, 3, 12, "acc/test_top1")
     screen.step(0, 1, "loss 0.5")
     screen.end_epoch(1, VALUES, best=True)
-    output = capsys.readouterr()
+    return capsys.readouterr()
+
+
+def test_a_terminal_has_a_bar_on_the_stream_of_the_rows(
+    capsys: CaptureFixture[str], monkeypatch: MonkeyPatch
+) -> None:
+    """mpirun forwards the two streams independently. A bar on the other stream would overwrite rows."""
+    output = printed_by(0, capsys, monkeypatch)
     _, bar, blank, head, row = output.out.replace("\n", "\r").rstrip("\r").split("\r")
     assert bar.startswith("epoch 1/3") and "/12" in bar and len(bar) <= 70 and not blank.strip()
     assert head.startswith("epoch ") and row.startswith("  1/3") and not output.err
-    silent = Console(1, 3, 12, "acc/test_top1")  # of another rank
-    silent.step(0, 1, "")
-    silent.end_epoch(1, VALUES, best=True)
-    assert capsys.readouterr() == ("", "")
+
+
+def test_other_ranks_print_nothing(capsys: CaptureFixture[str], monkeypatch: MonkeyPatch) -> None:
+    assert printed_by(1, capsys, monkeypatch) == ("", "")
 
 
 @pytest.mark.parametrize("launched", [False, pytest.param(True, marks=pytest.mark.horovod)])
@@ -377,13 +392,23 @@ def test_what_a_run_says_of_its_bytes(capsys: CaptureFixture[str], tmp_path: Pat
     assert "2 times the bytes of a dense fp32 all-reduce" in more
 
 
-def test_the_help_has_a_working_example_and_the_file_of_all_keys(capsys: CaptureFixture[str]) -> None:
+@pytest.fixture
+def help_text(capsys: CaptureFixture[str]) -> str:
     with pytest.raises(SystemExit):
         parse_arguments(["--help"])
-    text = capsys.readouterr().out
-    assert all(flag in text for flag in FLAGS)
-    assert "configs/__init__.py" in text and (REPOSITORY / "configs/__init__.py").is_file()
-    examples = re.findall(r"^ +.*python train\.py (.+)$", text, flags=re.MULTILINE)
+    return capsys.readouterr().out
+
+
+def test_the_help_names_every_flag(help_text: str) -> None:
+    assert all(flag in help_text for flag in FLAGS)
+
+
+def test_the_help_names_the_file_of_all_keys(help_text: str) -> None:
+    assert "configs/__init__.py" in help_text and (REPOSITORY / "configs/__init__.py").is_file()
+
+
+def test_the_examples_of_the_help_work(help_text: str) -> None:
+    examples = re.findall(r"^ +.*python train\.py (.+)$", help_text, flags=re.MULTILINE)
     assert all(any(word in example for example in examples) for word in ("--print-config", "--configs."))
     for example in examples:
         args, overrides = parse_arguments(shlex.split(example))

@@ -57,28 +57,43 @@ def test_texts(tmp_path: Path) -> None:
     refuse(r"wiki\.train\.tokens, .* not found in .*put the three files", WikiText2, str(tmp_path))
 
 
+TOKENS = torch.arange(1000)
+
+
+def steps_of_streams(passes: int, rank: int, epochs: Any, start: int = 0, per_epoch: int | None = None) -> Any:
+    streams = TokenStreams(TOKENS, 5, 3, passes, rank=rank, size=2, device=CPU, steps_per_epoch=per_epoch)
+    return [chunk for e in epochs for _, step in streams.epoch(e, start) for chunk in step]
+
+
 @pytest.mark.parametrize("passes", [1, 2])
-def test_streams_are_contiguous_and_resume_anywhere(passes: int) -> None:
-    tokens = torch.arange(1000)
-
-    def steps(rank: int, epochs: Any, start: int = 0, per_epoch: int | None = None) -> Any:
-        batches = TokenStreams(tokens, 5, 3, passes, rank=rank, size=2, device=CPU, steps_per_epoch=per_epoch)
-        return [chunk for e in epochs for _, step in batches.epoch(e, start) for chunk in step]
-
+def test_streams_are_contiguous(passes: int) -> None:
     rows = []
     for rank in range(2):
-        chunks = steps(rank, [0])
+        chunks = steps_of_streams(passes, rank, [0])
         assert [chunk.begins for chunk in chunks] == [True] + [False] * (len(chunks) - 1)
         inputs, targets = (torch.cat([chunk[i] for chunk in chunks], dim=1) for i in (0, 1))
         assert torch.equal(targets, inputs + 1) and bool((inputs.diff(dim=1) == 1).all())
         rows += inputs[:, 0].tolist()
         assert 160 <= inputs.size(1) + 5 * passes and inputs.size(1) <= 166
     assert rows == [166 * n for n in range(6)]
-    whole, short = steps(1, [0, 1]), steps(1, range(9), per_epoch=5)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_short_epochs_of_streams_go_on_in_the_text(passes: int) -> None:
+    whole = steps_of_streams(passes, 1, [0, 1])
+    short = steps_of_streams(passes, 1, range(9), per_epoch=5)
     assert_equal(short[: len(whole)], whole[: len(short)])
-    assert torch.equal(steps(0, [1], 3)[0].inputs, steps(0, [1])[3 * passes].inputs)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_streams_resume_at_any_step(passes: int) -> None:
+    resumed, whole = steps_of_streams(passes, 0, [1], 3), steps_of_streams(passes, 0, [1])
+    assert torch.equal(resumed[0].inputs, whole[3 * passes].inputs)
+
+
+def test_streams_of_too_few_tokens_are_refused() -> None:
     with pytest.raises(ValueError, match=r"1000 tokens, too few for one step of 2 ranks x 3 rows"):
-        TokenStreams(tokens, 500, 3, rank=0, size=2, device=CPU)
+        TokenStreams(TOKENS, 500, 3, rank=0, size=2, device=CPU)
 
 
 def test_a_state_goes_on_only_where_the_text_does() -> None:
@@ -97,7 +112,7 @@ def test_a_state_goes_on_only_where_the_text_does() -> None:
                     begins += [(epoch, step)] * chunk.begins
                     before = chunk
         assert begins == [(0, 0), (1, 0), (2, 0), (3, 3)]
-        # the state of a checkpoint is that of its chunk
+        # a checkpoint has the state of its chunk
         for last, begins_anew in ((None, False), (14 * passes - 1, False), (16 * passes - 1, True)):
             resumed = TokenStreams(torch.arange(500), 5, 1, passes, **one)
             resumed.last = last
@@ -120,18 +135,33 @@ def test_every_token_but_the_first_is_evaluated_once() -> None:
     assert all(torch.equal(targets, inputs + 1) for inputs, targets in items)
 
 
-def test_a_state_continues_and_a_decoder_is_causal() -> None:
+@pytest.fixture
+def tokens_of_11() -> torch.Tensor:
     torch.manual_seed(0)
-    tokens, lstm = torch.randint(11, (2, 8)), LSTM(11, width=6, layers=2, dropout=0.0)
-    whole, _ = lstm(tokens)
-    first, state = lstm(tokens[:, :5])
-    second, _ = lstm(tokens[:, 5:], state)
+    return torch.randint(11, (2, 8))
+
+
+def test_an_lstm_continues_from_its_state(tokens_of_11: torch.Tensor) -> None:
+    lstm = LSTM(11, width=6, layers=2, dropout=0.0)
+    whole, _ = lstm(tokens_of_11)
+    first, state = lstm(tokens_of_11[:, :5])
+    second, _ = lstm(tokens_of_11[:, 5:], state)
     assert torch.allclose(whole, torch.cat([first, second], dim=1), atol=1e-6)
-    gpt, changed = GPT(11, context=8, width=8, layers=2, heads=2), tokens.clone()
+
+
+def test_a_decoder_is_causal(tokens_of_11: torch.Tensor) -> None:
+    gpt, changed = GPT(11, context=8, width=8, layers=2, heads=2), tokens_of_11.clone()
     changed[:, 5:] = (changed[:, 5:] + 1) % 11
-    assert torch.allclose(gpt(tokens)[:, :5], gpt(changed)[:, :5], atol=1e-6)
-    assert not torch.allclose(gpt(tokens)[:, 5:], gpt(changed)[:, 5:], atol=1e-3)
-    assert gpt(tokens[:, :3]).shape == (2, 3, 11)
+    assert torch.allclose(gpt(tokens_of_11)[:, :5], gpt(changed)[:, :5], atol=1e-6)
+    assert not torch.allclose(gpt(tokens_of_11)[:, 5:], gpt(changed)[:, 5:], atol=1e-3)
+
+
+def test_a_decoder_takes_fewer_tokens_than_its_context(tokens_of_11: torch.Tensor) -> None:
+    gpt = GPT(11, context=8, width=8, layers=2, heads=2)
+    assert gpt(tokens_of_11[:, :3]).shape == (2, 3, 11)
+
+
+def test_sizes_of_a_language_model_that_cannot_be_are_refused() -> None:
     refuse("width 10 cannot be divided into 4 heads", GPT, 11, width=10, heads=4)
     refuse("dropout must be", GPT, 11, dropout=1.0)
     refuse("dropout must be", LSTM, 11, dropout=-0.1)
@@ -151,7 +181,7 @@ def test_meters_of_uniform_predictions() -> None:
     assert huge.compute() == math.inf
 
 
-def test_warmup_then_cosine_and_clipping() -> None:
+def test_the_rate_follows_a_cosine_after_the_warm_up() -> None:
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2.0)
     scheduler, rates = warmup_cosine(optimizer, warmup_steps=4, total_steps=24, final=0.1), []
     for _ in range(26):
@@ -161,7 +191,9 @@ def test_warmup_then_cosine_and_clipping() -> None:
     assert rates[:5] == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0]) and rates[14] == pytest.approx(1.1)
     assert rates[24:] == pytest.approx([0.2, 0.2])
     refuse("warmup_steps is 5; it must be from 0 to total_steps - 1, 4", warmup_cosine, optimizer, 5, 5)
-    # with DGC, gradients are clipped before compression
+
+
+def test_with_dgc_gradients_are_clipped_before_compression() -> None:
     settings = load(["configs/wikitext/lstm.py", "configs/dgc/wm5.py"]).train
     assert settings.clip_norm is None and settings.compression.memory.gradient_clipping.max_norm == 0.4
 
@@ -234,12 +266,15 @@ def test_each_pair_is_seen_once_up_to_the_last_batches(data: NumberWords, size: 
     assert left_out[0] != left_out[1] or total == len(chosen)
 
 
-def test_a_run_resumes_at_any_step_and_may_take_more_steps(data: NumberWords) -> None:
+def test_a_run_resumes_at_any_step(data: NumberWords) -> None:
     own = batches(data, 1, 2)
     whole, steps = list(own.epoch(3)), own.steps_per_epoch
     for start in (0, 1, steps - 1):
         assert_equal(list(batches(data, 1, 2).epoch(3, start)), whole[start:])
-    # with another order for the steps of a rank that takes more
+
+
+def test_a_rank_may_take_more_steps_in_another_order(data: NumberWords) -> None:
+    steps = batches(data, 1, 2).steps_per_epoch
     left = iter([True] * 2 * steps)
     found = list(batches(data, 0, 2).epoch(0, more_steps=lambda: next(left, False)))
     assert [step for step, _ in found] == list(range(2 * steps))
@@ -367,7 +402,7 @@ def test_two_ranks_learn_to_translate(tmp_path: Path, capsys: CaptureFixture[str
     assert len(texts) == 1 and all(b"| source | reference | translation |" in text for text in texts)
 
 
-def test_other_or_too_little_data_and_other_vocabularies_are_refused(data: NumberWords) -> None:
+def test_a_rank_with_another_vocabulary_is_named(data: NumberWords) -> None:
     def with_own_vocabulary(transport: Any) -> None:
         mine = NumberWords.__new__(NumberWords)
         mine.update(data)
@@ -376,30 +411,46 @@ def test_other_or_too_little_data_and_other_vocabularies_are_refused(data: Numbe
             TranslationEvaluation(mine, transport, CPU, max_tokens=80)
 
     LockstepWorld(2).run(with_own_vocabulary)
-    setup = Setup(load(TINY), Digits(), torch.nn.Linear(2, 2), transport := LockstepWorld(1).transports[0], CPU)
+
+
+def test_data_of_another_task_is_refused() -> None:
+    setup = Setup(load(TINY), Digits(), torch.nn.Linear(2, 2), LockstepWorld(1).transports[0], CPU)
     refuse("task is Translation, but dataset is a Digits", Translation, setup)
-    for splits, said in (({"test": data["test"]}, "'test'"), ({}, "none")):
-        words = f"dataset has no split 'train', on which the model is trained. Its splits: {said}$"
-        refuse(words, Setup, setup.tree, splits, setup.model, transport, CPU)
+
+
+@pytest.mark.parametrize(("names", "said"), [(["test"], "'test'"), ([], "none")])
+def test_data_without_a_split_to_train_on_is_refused(data: NumberWords, names: list[str], said: str) -> None:
+    words = f"dataset has no split 'train', on which the model is trained. Its splits: {said}$"
+    splits, transport = {name: data[name] for name in names}, LockstepWorld(1).transports[0]
+    refuse(words, Setup, load(TINY), splits, torch.nn.Linear(2, 2), transport, CPU)
+
+
+def test_too_little_data_is_refused(data: NumberWords) -> None:
     refuse("too few for one step of 50 ranks x 2 passes", batches, data, 0, 50, 2)
-    # a lower likelihood is no better checkpoint
-    for metric, lower in (("nll", True), ("bleu", False)):
-        tree = load(TINY, [f"--configs.train.metric=translation/test_{metric}"])
-        assert Translation(Setup(tree, data, model(data), transport, CPU)).lower_is_better is lower
 
 
-def test_the_documented_sizes_and_the_settings_of_wmt16() -> None:
+@pytest.mark.parametrize(("metric", "lower"), [("nll", True), ("bleu", False)])
+def test_a_lower_likelihood_is_no_better_checkpoint(data: NumberWords, metric: str, lower: bool) -> None:
+    tree = load(TINY, [f"--configs.train.metric=translation/test_{metric}"])
+    setup = Setup(tree, data, model(data), LockstepWorld(1).transports[0], CPU)
+    assert Translation(setup).lower_is_better is lower
+
+
+@pytest.mark.parametrize("name", ["numwords/tiny", "numwords/transformer", "wmt16/base", "wmt16/big"])
+def test_a_model_has_the_documented_size(name: str) -> None:
     page = (REPOSITORY / "docs/language.md").read_text().splitlines()
-    for name in ("numwords/tiny", "numwords/transformer", "wmt16/base", "wmt16/big"):
-        with torch.device("meta"):
-            parameters = sum(p.numel() for p in instantiate(load([f"configs/{name}"]).model).parameters())
-        (row,) = (line for line in page if f"`configs/{name}`" in line)
-        assert f"{parameters:,}" in row
-        assert f"{parameters:,} parameters" in (REPOSITORY / f"configs/{name}.py").read_text()
-    for files, passes in ((["big"], 1), (["base", "tokens400k"], 16)):
-        settings = load([f"configs/wmt16/{name}" for name in files]).train
-        assert settings.metric == "translation/val_bleu", "the test split chooses no checkpoint"
-        assert (settings.num_batches_per_step, settings.batch_size) == (passes, 3500)
-        assert settings.optimizer.lr * 8 * passes == pytest.approx(5e-4)
-        assert (list(settings.optimizer.betas), settings.criterion.label_smoothing) == ([0.9, 0.98], 0.1)
-        assert (settings.scheduler.warmup_steps, settings.schedule_lr_per_epoch) == (4000, False)
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in instantiate(load([f"configs/{name}"]).model).parameters())
+    (row,) = (line for line in page if f"`configs/{name}`" in line)
+    assert f"{parameters:,}" in row
+    assert f"{parameters:,} parameters" in (REPOSITORY / f"configs/{name}.py").read_text()
+
+
+@pytest.mark.parametrize(("files", "passes"), [(["big"], 1), (["base", "tokens400k"], 16)])
+def test_wmt16_has_the_published_settings(files: list[str], passes: int) -> None:
+    settings = load([f"configs/wmt16/{name}" for name in files]).train
+    assert settings.metric == "translation/val_bleu", "the test split chooses no checkpoint"
+    assert (settings.num_batches_per_step, settings.batch_size) == (passes, 3500)
+    assert settings.optimizer.lr * 8 * passes == pytest.approx(5e-4)
+    assert (list(settings.optimizer.betas), settings.criterion.label_smoothing) == ([0.9, 0.98], 0.1)
+    assert (settings.scheduler.warmup_steps, settings.schedule_lr_per_epoch) == (4000, False)

@@ -103,28 +103,44 @@ def test_the_files_of_a_run(finished: Path) -> None:
     assert group["lr"] == pytest.approx(2 * 0.025)
 
 
-def test_scalars_and_settings_in_tensorboard(finished: Path, tmp_path: Path) -> None:
-    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
-
-    events = events_of(finished)
-    tags = set(events.Tags()["scalars"])
+def test_tensorboard_has_every_tag_of_the_run(finished: Path) -> None:
+    tags = set(events_of(finished).Tags()["scalars"])
     # One machine; sparse costs less. Of the phases, waiting may be 0: simulated ranks hand over replies directly.
     always_0 = {"bytes/cross_wire_per_step", "compression/dense_share", "time/wait"} - ({"time/wait"} & tags)
     of_models = {tag for tag in TAGS if tag.startswith(("gossip/", "local/"))}
     results = {"acc/test_top1", "acc/test_top5"}
     assert TAGS.keys() - of_models - {"time/tokens_per_second"} - always_0 == tags - results
+
+
+def test_tensorboard_describes_its_tags(finished: Path) -> None:
+    events = events_of(finished)
     assert events.summary_metadata["train/lr"].summary_description == describe("train/lr")
     assert "samples seen" in describe("train/lr") and "train.meters" in describe("acc/test_top1")
+
+
+def test_points_of_tensorboard_are_at_the_samples_seen(finished: Path) -> None:
+    events = events_of(finished)
     assert [point.step for point in events.Scalars("acc/test_top1")] == [1438, 2876]
     assert [point.step for point in events.Scalars("train/loss")] == [1280, 1438, 2718, 2876]
-    dense = events.Scalars("bytes/dense_wire_per_step")[0].value  # 2 ranks: once the payload
+
+
+def test_tensorboard_has_the_dense_bytes_of_a_step(finished: Path) -> None:
+    dense = events_of(finished).Scalars("bytes/dense_wire_per_step")[0].value  # 2 ranks: once the payload
     assert dense == 4 * sum(p.numel() for p in DigitsCNN(width=8).parameters())
+
+
+def test_tensorboard_has_the_settings_of_the_run(finished: Path) -> None:
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    events = events_of(finished)
     assert b"    compress_ratio: 0.001" in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
     content = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
     settings = HParamsPluginData.FromString(content).session_start_info.hparams
     assert settings["ranks"].number_value == 2 and settings["train.batch_size"].number_value == 64
     assert settings["train.compression.compress_ratio"].number_value == 0.001
-    # a tag that is always 0 is not written
+
+
+def test_a_tag_that_is_always_0_is_not_written(tmp_path: Path) -> None:
     log = ScalarLog(tmp_path, LockstepWorld(1).transports[0], samples=0, lag=0)
     for point, error in enumerate((0.0, 0.0, 3.0, 0.0)):
         zeros = dict.fromkeys(("bytes/wire_per_step", "acc/test_top1", "bytes/wire"), 0.0)
@@ -342,22 +358,28 @@ def test_optional_parts_are_optional(tmp_path: Path) -> None:
     summary = summary_of(tmp_path)
     assert summary["best"] == {} and summary["metric"] is None and summary["samples"] == 5 * 2 * 2 * 64
     (loss,) = events_of(tmp_path).Scalars("train/loss")
-    assert loss.value < 3  # the mean of both passes: about ln 10, that of a guess
+    assert loss.value < 3  # the mean of both passes: about ln 10, the loss of a guess
     assert not (tmp_path / "checkpoints" / "best.json").exists()
     run(tmp_path, *words, options=["--evaluate"])
 
 
-def test_ranks_have_one_config_and_different_random_numbers(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+def test_a_rank_with_another_config_is_named(tmp_path: Path) -> None:
     args, _ = parse_arguments([*EXPERIMENT, "--devices", "cpu", "--run-dir", str(tmp_path)])
     trees = [load(STACK, [f"--configs.seed={seed}"]) for seed in (0, 0, 1)]
     with pytest.raises(UsageError, match=r"rank 2 has another config than rank 0(.|\n)*seed: 0 -> 1"):
         LockstepWorld(3).run(lambda transport: train.run(args, trees[transport.rank], transport))
+
+
+def test_differences_of_configs_are_listed_by_key() -> None:
     old = "train: {num_epochs: 3, log_every: 10, betas: [1, 2]}\nseed: 1\nmodel: null\n"
     new = "train: {num_epochs: 4, log_every: 99, betas: [1, 3]}\nmodel: {_target_: m}\nextra: 1\n"
     changed = ["extra: (absent) -> 1", "model: None -> (absent)", "model._target_: (absent) -> 'm'"]
     changed += ["seed: 1 -> (absent)", "train.betas: [1, 2] -> [1, 3]", "train.num_epochs: 3 -> 4"]
     assert config_differences(old, old) == []
     assert config_differences(old, new) == [f"  {text}" for text in changed]
+
+
+def test_ranks_have_different_random_numbers(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     seeds: list[int] = []
     monkeypatch.setattr(train, "seed_everything", seeds.append)
     with pytest.raises(ConfigError, match="not a result"):  # told after all parts have been built
@@ -443,7 +465,7 @@ def test_a_lock_is_of_the_directory_of_this_name(tmp_path: Path, monkeypatch: Mo
         RunLock(tmp_path).release()
 
 
-def test_temporary_files_of_killed_processes_are_removed_and_moving_aside_keeps_all(tmp_path: Path) -> None:
+def test_temporary_files_of_killed_processes_are_removed(tmp_path: Path) -> None:
     dead, own, other = subprocess.Popen(["true"]), os.getpid(), os.getppid()
     dead.wait()
     (tmp_path / "checkpoints").mkdir()
@@ -456,6 +478,9 @@ def test_temporary_files_of_killed_processes_are_removed_and_moving_aside_keeps_
     (tmp_path / left[1]).touch()
     run(tmp_path, *BRIEF)
     assert not (tmp_path / left[1]).exists()
+
+
+def test_moving_aside_keeps_all_earlier_runs(tmp_path: Path) -> None:
     for content in ("first", "second"):
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / "file").write_text(content)
