@@ -46,7 +46,7 @@ class Restart(NamedTuple):
     size: int
     checkpoint: Path | None  # a copy of that which it resumes from; None: it starts from the beginning
     before: Position  # the furthest position of all attempts before
-    resumed: Position  # that of the checkpoint
+    resumed: Position  # the checkpoint's
 
     @property
     def lost(self) -> float:

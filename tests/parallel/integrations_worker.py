@@ -29,7 +29,7 @@ from dgc.integrations.transformers import CompressionCallback  # noqa: E402
 
 STEPS, SAVED, KILLED = 14, 6, 9
 OUT, PART, RANK = Path(sys.argv[1]), sys.argv[2], int(os.environ["RANK"])
-# by method: options of the Trainer, the compressor, and the optimizer if it is not that of the Trainer
+# by method: options of the Trainer, the compressor, and the optimizer if it is not the Trainer's
 METHODS: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "onebit": ({"max_grad_norm": 0.5}, OneBitAdamCompressor, partial(OneBitAdam, lr=0.01, freeze_step=4)),
     "dgc": ({}, partial(DGCCompressor, 0.05, warmup_epochs=2), partial(DGCSGD, lr=0.3, momentum=0.9)),

@@ -41,7 +41,7 @@ class Launcher:
         return [[warm.python() if word == sys.executable else word for word in command] for command in commands]
 
     def __call__(self, ranks: int, words: list[str], timeout: float = 300) -> subprocess.CompletedProcess[str]:
-        """The end of a program. Its output is that of all commands, one after the other."""
+        """The end of a program. Its output is the output of all commands, one after the other."""
         ends = run_together(self.commands(ranks, words), REPOSITORY, environment(ranks), timeout)
         status = next((end.returncode for end in ends if end.returncode), 0)
         outputs = ("".join(end.stdout for end in ends), "".join(end.stderr for end in ends))

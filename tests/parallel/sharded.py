@@ -51,7 +51,7 @@ def network() -> nn.Sequential:
 
 
 def shard(model: nn.Sequential, mesh: Any, **options: Any) -> Any:
-    """Layer 0 is a group, and layers 2 and 3 are one; the others are in that of the whole model."""
+    """Layer 0 is a group, and layers 2 and 3 are one; the others are in the group of the whole model."""
     for layers in ([model[0]], [model[2], model[3]], model):
         fully_shard(layers, mesh=mesh, **options)
     return model

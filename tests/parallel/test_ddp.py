@@ -59,7 +59,7 @@ def test_a_run_with_other_kinds_of_parameters_is_that_of_distributed_optimizer(t
 
 @pytest.mark.parametrize("method", SOME)
 @each_rank_of(*ON_RANKS)
-def test_a_parameter_without_a_gradient_counts_as_zero_and_its_error_is_sent(transport: Any, method: str) -> Any:
+def test_a_parameter_without_a_gradient_is_exchanged_as_zeros(transport: Any, method: str) -> Any:
     """Branch 1 is used by the last rank only, branch 2 by every rank in the first step and by none later.
 
     DistributedOptimizer has zeros in the place of None.
@@ -84,7 +84,7 @@ def test_a_parameter_without_a_gradient_counts_as_zero_and_its_error_is_sent(tra
 
 @pytest.mark.parametrize("method", ["dense", *SOME])
 @each_rank_of(*ON_RANKS)
-def test_ranks_agree_whether_a_parameter_that_few_or_none_use_has_a_gradient(transport: Any, method: str) -> Any:
+def test_ranks_agree_which_parameters_have_a_gradient(transport: Any, method: str) -> Any:
     """Branch 1 is used by the last rank only, where its gradient is zero, and branch 2 by no rank."""
     last, found = transport.rank == transport.size - 1, []
     for view in (False, True):
@@ -112,7 +112,7 @@ def with_a_bad_step(trainer: Trainer, train: Callable[[int, bool], None]) -> Fin
 
 @pytest.mark.parametrize("method", SOME)
 @each_rank_of(*ON_RANKS)
-def test_an_overflow_on_one_rank_makes_all_scalers_skip_and_leaves_the_error(transport: Any, method: str) -> Any:
+def test_an_overflow_on_one_rank_makes_all_scalers_skip(transport: Any, method: str) -> Any:
     found = []
     for scale in (1.0, 2.0**12):
         scaler = torch.amp.GradScaler("cpu", init_scale=scale)
@@ -132,7 +132,7 @@ def test_an_overflow_on_one_rank_makes_all_scalers_skip_and_leaves_the_error(tra
 
 @pytest.mark.parametrize("method", ["dgc", "powersgd", "dense", "4 bits"])
 @each_rank_of(*ON_RANKS)
-def test_nan_on_one_rank_drops_the_step_or_raises_on_all_and_training_goes_on(transport: Any, method: str) -> str:
+def test_nan_on_one_rank_drops_the_step_on_all(transport: Any, method: str) -> str:
     def run(policy: str, mode: str) -> Finding:
         trainer, messages = Trainer(transport, method, nonfinite=policy, **OPTIONS[mode]), list[str]()
 
@@ -217,7 +217,7 @@ def test_a_later_backward_pass_exchanges_the_earlier_mean_again(transport: Any) 
 
 
 @each_rank_of(*ON_RANKS)
-def test_buffers_and_models_are_freed(transport: Any) -> None:
+def test_buffers_are_freed(transport: Any) -> None:
     gc.freeze()  # leave out what other tests made
     trainer = Trainer(transport, "powersgd")
     alive = []  # tensors and futures
@@ -226,15 +226,18 @@ def test_buffers_and_models_are_freed(transport: Any) -> None:
         gc.collect()
         alive.append(sum(issubclass(type(o), Tensor | torch.futures.Future) for o in gc.get_objects()))
     gc.unfreeze()
-    del trainer
+    # threads of the transport may hold a few tensors of the last step; a leak would add some in every step
+    assert alive[-1] < alive[5] + 12, alive
+
+
+@each_rank_of(*ON_RANKS)
+def test_a_discarded_model_is_freed(transport: Any) -> None:
     ddp = DistributedDataParallel(Net())
     compress(ddp, METHODS["2-bit"](), transport=transport)
     ddp(data_of(transport.rank, 0)[0]).sum().backward()
     discarded = weakref.ref(ddp)
     del ddp
     gc.collect()
-    # threads of the transport may hold a few tensors of the last step; a leak would add some in every step
-    assert alive[-1] < alive[5] + 12, alive
     assert discarded() is None
 
 
@@ -294,10 +297,8 @@ def resumed(transport: Any, folder: Path) -> Finding:
 
 
 @pytest.mark.parametrize("group", ON_RANKS, indirect=True)
-def test_a_state_continues_bit_for_bit_also_in_other_buckets_optimizers_and_processes_even_after_an_error(
-    group: Group, tmp_path: Path
-) -> None:
-    """An error of one rank ends the others, so that the next ranks are other processes."""
+def test_a_state_continues_bit_for_bit_wherever_it_is_loaded(group: Group, tmp_path: Path) -> None:
+    """In other buckets, another optimizer, or other processes: an error of one rank ends the first ones."""
     found = group.run(checkpoints, tmp_path)
     group.run(failure, last=True)
     assert group.run(resumed, tmp_path) == found
@@ -345,7 +346,7 @@ def test_new_processes_resume_bit_for_bit_before_every_step(
 
 @pytest.mark.parametrize("call", ["gather_state", "load_gathered"])
 @each_rank_of(over(torchrun, 3), over(mpirun, 2))
-def test_rank_0_alone_gets_an_error_that_names_the_others_and_then_all_may_call(transport: Any, call: str) -> bool:
+def test_a_call_of_rank_0_alone_is_an_error_that_names_the_others(transport: Any, call: str) -> bool:
     trainer = Trainer(transport, "4 bits", "optimizer").train()
     exchange, others = trainer.exchange, "rank 1" if transport.size == 2 else "ranks 1, 2"
     given = () if call == "gather_state" else (exchange.gather_state(),)

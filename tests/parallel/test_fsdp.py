@@ -160,13 +160,19 @@ def titan(transport: Any, make: Any = None, **dims: Any) -> tuple[Any, Any, Any]
 
 
 @on_machines
-def test_torchtitans_sums_are_those_of_hsdp_and_its_optimizers_keep_what_is_not_sent(transport: Any) -> None:
-    inputs = batches(6, transport.rank)
-    native, dense, run, again = (titan(transport, make) for make in (None, methods.DenseCompressor, top_k, top_k))
+def test_the_sums_of_torchtitan_are_the_sums_of_hsdp(transport: Any) -> None:
+    native, dense = (titan(transport, make) for make in (None, methods.DenseCompressor))
     start = whole(native[0])
     for model, optimizer, _ in (native, dense):
-        train(model, optimizer, inputs)
+        train(model, optimizer, batches(6, transport.rank))
     check_near(dense[0], whole(native[0]), start)
+    dense[2].exchange.close()
+
+
+@on_machines
+def test_the_optimizers_of_torchtitan_keep_what_is_not_sent(transport: Any) -> None:
+    inputs = batches(6, transport.rank)
+    run, again = titan(transport, top_k), titan(transport, top_k)
     train(*run[:2], inputs[:3])
     saved = {name: tensor.to_local().clone() for name, tensor in run[0].state_dict().items()}
     state = deepcopy(run[2].state_dict())
@@ -179,8 +185,12 @@ def test_torchtitans_sums_are_those_of_hsdp_and_its_optimizers_keep_what_is_not_
     again[2].load_state_dict(state)
     train(*again[:2], inputs[3:])
     assert torch.equal(whole(again[0]), whole(run[0]))
-    for _, _, optimizers in (dense, run, again):
+    for _, _, optimizers in (run, again):
         optimizers.exchange.close()
+
+
+@on_machines
+def test_torchtitan_with_another_number_of_replicas_is_refused(transport: Any) -> None:
     refused("set --parallelism.data_parallel_replicate_degree 2", lambda: titan(transport, top_k, dp_replicate=4))
 
 
@@ -201,7 +211,7 @@ METHODS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("method", METHODS)
 @on_machines
 def test_a_method_runs_between_machines_on_local_rows(transport: Any, method: str) -> None:
-    """Gradients equal those of the method among two ranks, on the rows of this one."""
+    """Gradients equal the gradients of the method among two ranks, on the rows of this one."""
     model = shard(network(), machine(transport))
     exchange = compress(model, METHODS[method](), transport=transport)
     expected = expected_gradients(METHODS[method], transport.local_rank)
@@ -316,19 +326,18 @@ GO_ON: dict[str, tuple[Any, Any]] = {
 }
 
 
+def built(transport: Any, name: str) -> tuple[Any, Any, Any]:
+    make_compressor, make_optimizer = GO_ON[name]
+    model = shard(network(), machine(transport))
+    exchange = compress(model, make_compressor(), transport=transport, steps_per_epoch=3)
+    return model, make_optimizer(model), exchange
+
+
 @pytest.mark.parametrize("name", GO_ON)
 @on_machines
-def test_a_loaded_run_continues_bit_for_bit_with_the_error_state_of_this_shard_and_machine_only(
-    transport: Any, tmp_path: Path, name: str
-) -> str:
-    inputs, (make_compressor, make_optimizer) = batches(8, transport.rank), GO_ON[name]
-
-    def build() -> tuple[Any, Any, Any]:
-        model = shard(network(), machine(transport))
-        exchange = compress(model, make_compressor(), transport=transport, steps_per_epoch=3)
-        return model, make_optimizer(model), exchange
-
-    model, optimizer, exchange = build()
+def test_a_loaded_run_continues_bit_for_bit(transport: Any, tmp_path: Path, name: str) -> str:
+    inputs = batches(8, transport.rank)
+    model, optimizer, exchange = built(transport, name)
     train(model, optimizer, inputs[:4])
     at_save, own = digest([whole(model)]), tmp_path / f"exchange{transport.rank}.pt"
     weights, state = get_state_dict(model, optimizer)
@@ -339,7 +348,7 @@ def test_a_loaded_run_continues_bit_for_bit_with_the_error_state_of_this_shard_a
     assert end != at_save and error > 0
     exchange.close()
 
-    model, optimizer, exchange = build()
+    model, optimizer, exchange = built(transport, name)
     weights, state = get_state_dict(model, optimizer)
     loaded: Any = {"model": weights, "optimizer": state}
     checkpoint.load(loaded, checkpoint_id=tmp_path / "checkpoint")
@@ -348,38 +357,60 @@ def test_a_loaded_run_continues_bit_for_bit_with_the_error_state_of_this_shard_a
     train(model, optimizer, inputs[4:])
     exchange.close()
     assert (digest([whole(model)]), exchange.error_norm()) == (end, error)
+    return end
 
+
+@pytest.mark.parametrize("name", GO_ON)
+@on_machines
+def test_a_gathered_state_loads_on_its_ranks(transport: Any, name: str) -> None:
+    model, optimizer, exchange = built(transport, name)
+    train(model, optimizer, batches(4, transport.rank))
     whole_state, own_state = exchange.gather_state(), exchange.compression_state_dict()
     assert (whole_state is None) == (transport.rank > 0)
-    again = build()[2]
+    exchange.close()
+    again = built(transport, name)[2]
     again.load_gathered(whole_state)
     assert_equal(again.compression_state_dict(), own_state)
     again.close()
 
-    states = all_gather_object(transport, torch.load(own))
+
+@pytest.mark.parametrize("name", GO_ON)
+@on_machines
+def test_the_state_of_another_rank_is_refused(transport: Any, name: str) -> None:
+    """The error belongs to one shard on one machine."""
+    inputs = batches(5, transport.rank)
+    model, optimizer, exchange = built(transport, name)
+    train(model, optimizer, inputs[:4])
+    own = deepcopy(exchange.compression_state_dict())
+    states = all_gather_object(transport, own)
     found = [told(partial(exchange.load_compression_state_dict, state), ValueError) for state in states]
+    exchange.close()
     number, part = divmod(transport.rank, 2)
     where = f"of 2 on machine {1 - number} of 2, and shard {part} of 2 on machine {number} of 2 loads it"
     assert found[transport.rank] == ""
     assert f"from shard {part} {where}. What is not sent" in found[(transport.rank + 2) % 4]
     assert all("shards are different parts" in found[rank] for rank in range(4) if rank % 2 != part)
-    model, optimizer, exchange = build()
+    model, optimizer, exchange = built(transport, name)
     if transport.rank < 2:  # only on the first machine
-        exchange.load_compression_state_dict(torch.load(own))
+        exchange.load_compression_state_dict(own)
     steps = "different steps (ranks 0, 1: step 4; ranks 2, 3: step 0)"
     refused(steps, lambda: loss_of(model, inputs[4]).backward())
     exchange.close()
-    return end
+
+
+def refused_by_compress(
+    message: str, transport: Any, model: Any = None, compressor: Any = None, **options: Any
+) -> None:
+    model = shard(network(), machine(transport)) if model is None else model
+    refused(message, lambda: compress(model, compressor, **{"transport": transport, **options}))
 
 
 @on_machines
-def test_models_and_arguments_that_cannot_work_are_refused(transport: Any) -> None:
+def test_a_model_that_cannot_work_is_refused(transport: Any) -> None:
     mesh, world = machine(transport), sharded.of_all()
-    exchange = compress(shard(network(), mesh), dgc(), transport=transport)
 
-    def check(message: str, model: Any = None, compressor: Any = None, **options: Any) -> None:
-        model = shard(network(), mesh) if model is None else model
-        refused(message, lambda: compress(model, compressor, **{"transport": transport, **options}))
+    def check(message: str, model: Any) -> None:
+        refused_by_compress(message, transport, model)
 
     check(
         "over a mesh of 2 dimensions. On such a mesh (HSDP) FSDP2 averages over",
@@ -402,12 +433,16 @@ def test_models_and_arguments_that_cannot_work_are_refused(transport: Any) -> No
     with_complex: Any = network()
     with_complex[0].weight = nn.Parameter(with_complex[0].weight.detach().to(torch.complex64))
     check("is complex, which only DistributedOptimizer and dgc.ddp.compress exchange", shard(with_complex, mesh))
-    check("nonfinite must be 'skip' or 'raise', not 'ignore'", nonfinite="ignore")
+
+
+@on_machines
+def test_an_argument_that_cannot_work_is_refused(transport: Any) -> None:
+    check = refused_by_compress
+    check("nonfinite must be 'skip' or 'raise', not 'ignore'", transport, nonfinite="ignore")
     differing = methods.ThresholdCompressor(2, 0.5 + transport.rank)
-    check("compression.threshold is 0.5 on rank 0 and 1.5 on rank 1", compressor=differing)
-    check("it needs nonfinite='skip'", nonfinite="raise", grad_scaler=torch.amp.GradScaler("cpu"))
-    check("group 'cross' does not exist: use TorchTransport(hierarchical=True)", transport=connect())
-    exchange.close()
+    check("compression.threshold is 0.5 on rank 0 and 1.5 on rank 1", transport, compressor=differing)
+    check("it needs nonfinite='skip'", transport, nonfinite="raise", grad_scaler=torch.amp.GradScaler("cpu"))
+    check("group 'cross' does not exist: use TorchTransport(hierarchical=True)", connect())
 
 
 @on_machines

@@ -55,7 +55,8 @@ MASS: dict[str, Callable[[], Gossip]] = {
 
 
 @each_rank_of(*ALL, point_to_point=True)
-def test_sums_over_the_ranks_of_x_and_w_stay_with_messages_in_flight_and_without(transport: Any) -> None:
+def test_the_sums_over_the_ranks_stay(transport: Any) -> None:
+    """The sum of x as well as the sum of w, with messages in flight or without."""
     for name, make in MASS.items():
         own = Trained(transport, make()).scatter()
         wanted = mean_of(transport, own.z)

@@ -53,23 +53,43 @@ def throughput(laboratory: Laboratory, pairs: list[tuple[int, int]], nbytes: int
     return 8 * nbytes * len(pairs) / (max(of["end"] for of in senders) - min(of["start"] for of in senders))
 
 
-def test_links_are_limited_in_both_directions_and_counted() -> None:
-    nbytes = 8 * 2**20
+NBYTES = 8 * 2**20
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[str, Any]:
+    """What one laboratory of three hosts showed, and what there was of it meanwhile and afterwards."""
+    found: dict[str, Any] = {}
     with Laboratory(3, "100mbit") as laboratory:
-        assert exists(os.getpid()) == (4, 0, True)
-        before = laboratory.counters()
-        rates = [throughput(laboratory, [(0, 2), (1, 2)], nbytes)]
-        after = laboratory.counters()
-        rates += [throughput(laboratory, pairs, nbytes) for pairs in ([(0, 1)], [(0, 1), (0, 2)])]
-        names = [laboratory.run(["hostname"], host).stdout for host in range(3)]
-    assert names == ["lab0\n", "lab1\n", "lab2\n"]
-    # a full bucket passes at once, so that a short transfer is a little faster; a busy machine makes it slower
+        found["meanwhile"], found["before"] = exists(os.getpid()), laboratory.counters()
+        rates = [throughput(laboratory, [(0, 2), (1, 2)], NBYTES)]
+        found["after"] = laboratory.counters()
+        found["rates"] = rates + [throughput(laboratory, pairs, NBYTES) for pairs in ([(0, 1)], [(0, 1), (0, 2)])]
+        found["names"] = [laboratory.run(["hostname"], host).stdout for host in range(3)]
+    return found | {"afterwards": exists(os.getpid())}
+
+
+def test_a_laboratory_has_hosts_until_it_ends(measured: dict[str, Any]) -> None:
+    assert measured["meanwhile"] == (4, 0, True) and measured["names"] == ["lab0\n", "lab1\n", "lab2\n"]
+    assert measured["afterwards"] == (0, 0, False)
+
+
+def test_links_are_limited_in_each_direction(measured: dict[str, Any]) -> None:
+    """A full bucket passes at once, so that a short transfer is a little faster; a busy machine is slower."""
+    rates = measured["rates"]
     assert all(40 * MBIT / slowness() < rate < 115 * MBIT for rate in rates), rates
-    assert 2 * nbytes < after[2]["received_bytes"] - before[2]["received_bytes"] < 2.1 * nbytes
-    # frames of 1500 bytes would each have a timer, which slows what the hosts compute
+
+
+def test_the_bytes_of_a_link_are_counted(measured: dict[str, Any]) -> None:
+    before, after = measured["before"], measured["after"]
+    assert 2 * NBYTES < after[2]["received_bytes"] - before[2]["received_bytes"] < 2.1 * NBYTES
+
+
+def test_frames_are_large(measured: dict[str, Any]) -> None:
+    """Frames of 1500 bytes would each have a timer, which slows what the hosts compute."""
+    before, after = measured["before"], measured["after"]
     packets, sent = (after[0][f"sent_{unit}"] - before[0][f"sent_{unit}"] for unit in ("packets", "bytes"))
     assert sent / packets > 6000
-    assert exists(os.getpid()) == (0, 0, False)
 
 
 PROGRAM = """
@@ -118,7 +138,7 @@ def test_what_a_killed_laboratory_leaves_is_removed_by_the_next() -> None:
     assert exists(os.getpid()) == (0, 0, False)
 
 
-def test_sigterm_removes_the_hosts_and_ends_what_runs_in_them() -> None:
+def test_sigterm_ends_a_laboratory_with_its_programs() -> None:
     script = "from benchmarks._laboratory import Laboratory\nwith Laboratory(2, '1gbit') as own:\n"
     script += "    own.run(['sh', '-c', 'sleep 600; true'], host=1)"
     words = [sys.executable, "-c", script]
@@ -138,7 +158,7 @@ def test_sigterm_removes_the_hosts_and_ends_what_runs_in_them() -> None:
     assert not any(command.exists() and command.read_bytes() for command in commands)
 
 
-def test_frames_that_do_not_arrive_are_one_message_and_an_error_removes_the_hosts() -> None:
+def test_frames_that_do_not_arrive_end_the_laboratory_with_one_message() -> None:
     message = "from host 0 to host 1 could not be measured.*\nFrames prob"
     with pytest.raises(LaboratoryError, match=message), Laboratory(2, "1gbit") as laboratory:
         assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL

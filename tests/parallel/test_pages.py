@@ -1,4 +1,4 @@
-"""Commands and scripts of README.md and of pages work as they stand there, and so do those of benchmarks."""
+"""Commands and scripts of README.md, of pages and of benchmarks work as they stand there."""
 
 import json
 import math
@@ -76,7 +76,7 @@ def test_the_readmes_change_to_a_horovod_script(tmp_path: Path) -> None:
     assert done.returncode == 0 and "trained" in done.stdout, done.stdout + done.stderr
 
 
-def test_the_readmes_changes_to_a_script_with_ddp_are_of_two_and_three_lines(tmp_path: Path) -> None:
+def test_the_readmes_changes_to_a_script_with_ddp(tmp_path: Path) -> None:
     (first, two), (second, three) = changed("DistributedDataParallel")
     assert "AdamW" in first and "bits=8" in first and "DGCSGD" in second
     script = tmp_path / "script.py"
@@ -138,7 +138,7 @@ def test_the_lines_for_one_file_on_rank_0_resume_with_the_same_bits(tmp_path: Pa
 
 
 @pytest.mark.timeout(300)
-def test_the_script_of_the_recipe_trains_and_sends_what_the_page_says(tmp_path: Path) -> None:
+def test_the_script_of_the_recipe_does_what_the_page_says(tmp_path: Path) -> None:
     script, text = tmp_path / "train_gpt.py", tmp_path / "text.txt"
     for block in code("recipe.md"):  # the first line is the name of the file
         (tmp_path / block.splitlines()[0].removeprefix("# ")).write_text(block)
@@ -173,7 +173,7 @@ def test_the_recipe_shows_what_the_advisor_prints(capsys: pytest.CaptureFixture[
 
 @pytest.mark.proof
 @pytest.mark.horovod
-def test_the_files_and_commands_of_extending_work_in_another_folder(tmp_path: Path) -> None:
+def test_the_commands_of_extending_work_in_another_folder(tmp_path: Path) -> None:
     my = tmp_path / "my"
     my.mkdir()
     for block in code("extending.md"):

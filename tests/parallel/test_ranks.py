@@ -34,7 +34,7 @@ OF_HOROVOD = [over(mpirun, 2), *PROOFS_OF_MPIRUN[1:]]
 
 
 @each_rank_of(*ALL, over(horovodrun, 2), hierarchical=True)
-def test_every_kind_of_request_in_every_group_has_the_replies_and_bytes_of_simulated_ranks(transport: Any) -> None:
+def test_requests_are_answered_as_on_simulated_ranks(transport: Any) -> None:
     check_requests(transport)
 
 
@@ -263,7 +263,7 @@ def check_backends(transport: Any, steps: int, hidden: int, *modes: str) -> str:
 
 
 @each_rank_of(TWO)
-def test_every_backend_and_a_backend_of_each_ranks_own(transport: Any) -> str:
+def test_each_rank_may_have_a_backend_of_its_own(transport: Any) -> str:
     return check_backends(transport, 70, 300, "native", "mixed", "reference")
 
 
@@ -305,13 +305,27 @@ def hangs(transport: Any) -> None:
     time.sleep(10_000)
 
 
-@pytest.mark.parametrize("group", [over(alone, 1)], indirect=True)
-def test_functions_share_the_ranks_until_one_fails_or_is_late_and_the_error_shows_where(group: Group) -> None:
+ONE_RANK = pytest.mark.parametrize("group", [over(alone, 1)], indirect=True)
+
+
+@ONE_RANK
+def test_functions_share_the_ranks(group: Group) -> None:
     first = group.run(rank_and_process)
     assert first[0][0] == 0 and group.run(rank_and_process) == first
+
+
+@ONE_RANK
+def test_the_error_of_a_function_that_fails_shows_where(group: Group) -> None:
+    """The next function gets new ranks."""
+    first = group.run(rank_and_process)
     told = "fails failed\\n--- rank 0: Traceback(.|\\n)*KeyError: 'of the function'"
     with pytest.raises(AssertionError, match=told):
         group.run(fails)
     assert group.run(rank_and_process) != first
+
+
+@ONE_RANK
+def test_the_error_of_a_function_that_is_late_shows_where(group: Group) -> None:
+    group.run(rank_and_process)  # starts the ranks
     with pytest.raises(AssertionError, match="rank 0: no answer in time(.|\\n)*test_ranks.py.* in hangs"):
         group.run(hangs, within=1)
