@@ -20,7 +20,7 @@ gc.disable()
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # where a test asks for several threads, those that have nothing to do leave the cores to other processes
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# ranks of a test share the cores with those of another test: without this, waiting takes a core
+# ranks of a test share the cores with the ranks of another test: without this, waiting takes a core
 os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
 # Open MPI's part for one-sided messages over libfabric, which nothing uses, sleeps for a second when a rank ends
 os.environ.setdefault("OMPI_MCA_btl", "^ofi")
@@ -59,7 +59,7 @@ def pytest_unconfigure() -> None:
 
 def pytest_report_header() -> str:
     horovod = f"tests marked horovod are skipped: {WITHOUT_HOROVOD}" if WITHOUT_HOROVOD else "Horovod: installed"
-    return f"{horovod}; time limits: {slowness():.1f} times those of a quiet machine"
+    return f"{horovod}; time limits: {slowness():.1f} times the limits of a quiet machine"
 
 
 @pytest.hookimpl(tryfirst=True)  # in place of the plugin's own

@@ -69,19 +69,30 @@ def files_with(words: str) -> list[str]:
     return sorted(file.stem for file in files if words in file.read_text())
 
 
-def test_methods_take_turns_and_ratios_are_those_of_a_round() -> None:
-    order: list[tuple[int, str]] = []
-    rounds, starts = list[int](), {"a": 1.0, "b": 3.0, "slow": 5.0}
+STARTS = {"a": 1.0, "b": 3.0, "slow": 5.0}
+
+
+def taken_in_turns(order: list[tuple[int, str]], rounds: list[int]) -> Any:
+    """Three methods in 7 rounds after 2 of warm-up; what each returns grows by 1 a round."""
 
     def work(name: str, number: int) -> float:
         order.append((number, name))
-        return number + starts[name]
+        return number + STARTS[name]
 
-    works = {name: partial(work, name) for name in starts}
-    found = harness.in_turns(works, 7, 2, slow=["slow"], before=rounds.append)
+    works = {name: partial(work, name) for name in STARTS}
+    return harness.in_turns(works, 7, 2, slow=["slow"], before=rounds.append)
+
+
+def test_methods_take_turns_in_each_round() -> None:
+    order, rounds = list[tuple[int, str]](), list[int]()
+    found = taken_in_turns(order, rounds)
     assert rounds == list(range(-2, 7)) and list(found["a"]) == list(range(7)) and list(found["slow"]) == [0, 6]
     by_round = [[name for number, name in order if number == i] for i in range(7)]
     assert len({tuple(names) for names in by_round}) > 1 and {len(names) for names in by_round} == {2, 3}
+
+
+def test_a_ratio_is_the_median_of_the_ratios_of_the_rounds() -> None:
+    found = taken_in_turns([], [])
     assert harness.middle(found["b"]) == 6.0
     assert harness.ratio(found["b"], found["a"]) == 1.5  # 3/1, 4/2, 5/3, 6/4, ...: the median of round 3
     assert harness.ratio(found["slow"], found["a"]) == (5 + 11 / 7) / 2
@@ -108,14 +119,16 @@ def test_what_benchmarks_print(capsys: Printed) -> None:
     assert all(line.startswith(" " * 17) and line.strip() for line in lines[1::2])
 
 
-def test_every_method_of_the_table_and_the_large_model_are_built(tmp_path: Path) -> None:
+def test_every_method_of_the_table_is_built() -> None:
     """Files and changes fit their constructors, a ratio warm-up is off, and a row's own ratio is kept."""
     found = {name: build(name, 0.25) for name in METHODS}
     sparse = {name: of for name, of in found.items() if isinstance(of, SparseCompressor)}
     own = {name: of.compress_ratio for name, of in sparse.items() if of.compress_ratio != 0.25}
     assert own == {"dgc-1-percent": 0.01, "dgc-residual-0.1-percent": 0.001, "dgc-adam-0.1-percent": 0.001}
     assert len(sparse) > 20 and build("streaming", delay=3).delay == 3 and build("diloco").average_every == 50
-    # the large model has the shape of GPT-2 small
+
+
+def test_the_large_model_has_the_shape_of_gpt2_small(tmp_path: Path) -> None:
     args, overrides = parse_arguments(to_train(given("pysource-124m", device="cuda"), "dense", 0, tmp_path))
     tree = load(args.configs, overrides)
     with torch.device("meta"):
@@ -125,21 +138,29 @@ def test_every_method_of_the_table_and_the_large_model_are_built(tmp_path: Path)
     assert tree.train.scheduler.total_steps == 1000
 
 
-def test_a_fit_is_the_distance_between_distributions_and_reads_are_counted_by_tensor() -> None:
+def test_a_fit_is_the_distance_between_distributions() -> None:
     assert fit(laplace(50_000)).ratio < 0.2 and fit(5 + normal(50_000)).ratio > 5
     # of a standard normal to the Laplace of its mean distance: by midpoints, in fp64, without samples
     p = (torch.arange(1_000_000, dtype=torch.float64) + 0.5) / 1_000_000
     other = -math.sqrt(2 / math.pi) * (p - 0.5).sign() * torch.log1p(-2 * (p - 0.5).abs())
     expected = float((torch.special.ndtri(p) - other).abs().mean())
     assert fit(normal(200_000)).laplace == pytest.approx(expected, rel=0.03)
-    # zeros and scales do not change it, and tensors weigh by their size
+
+
+def test_neither_zeros_nor_a_scale_change_a_fit() -> None:
     x = laplace(20_000)
     assert fit(torch.cat([x, torch.zeros(5000)])) == fit(x)
     assert fit(1000 * x).laplace == pytest.approx(fit(x).laplace) and fit(torch.zeros(1000)) is None
+
+
+def test_tensors_weigh_in_a_fit_by_their_size() -> None:
     large, small = laplace(30_000), normal(10_000)
     found = fit_tensors([torch.cat([large, small])], [[30_000, 10_000]])
     assert found.gauss == pytest.approx((3 * fit(large).gauss + fit(small).gauss) / 4)
-    # The first tensor is found in one count. Of the second too few reach the fit, so it is counted once more.
+
+
+def test_reads_are_counted_by_tensor() -> None:
+    """The first tensor is found in one count. Of the second too few reach the fit, so it is counted once more."""
     v = torch.cat([torch.full((20_000,), 0.1), torch.full((3000,), 0.5)])
     v[:30], v[-5:] = torch.linspace(0.9, 1.0, 30), torch.tensor([1.0, 1.0, 1.0, 1.0, 1.5])
     quota, counts, before = quota_of(SEGMENTS, 0.001), Counts(), kernels.of
@@ -165,7 +186,7 @@ def test_a_counted_step_is_a_step(name: str) -> None:
     assert (passes > 0) == (name != "predicted")
 
 
-def test_made_gradients_have_the_recorded_mean_and_deviation() -> None:
+def test_made_gradients_have_the_recorded_moments() -> None:
     mean, deviation = laplace(N), laplace(N, 1).abs()
     zeros = [torch.zeros(N)]
     gradients = Gradients(Recording("", [SEGMENTS], zeros, zeros, zeros, zeros, [mean], [deviation], 0.0))
@@ -174,6 +195,9 @@ def test_made_gradients_have_the_recorded_mean_and_deviation() -> None:
     scores = (made - mean) / deviation
     assert float(scores.mean()) == pytest.approx(0, abs=0.01)
     assert float(scores.std()) == pytest.approx(1, rel=0.02)
+
+
+def test_a_learner_keeps_what_it_does_not_send() -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(20, 10)
     learner = Learner(model, iter([(torch.randn(8, 20), torch.randint(10, (8,))) for _ in range(2)]), 0.05, lr=0.5)
@@ -193,7 +217,7 @@ def test_made_gradients_have_the_recorded_mean_and_deviation() -> None:
 
 
 def test_decoding_reads_what_the_ranks_have_recorded() -> None:
-    """All methods give one mean, that of the selections, and the table's numbers are those of the work."""
+    """All methods give one mean, the mean of the selections, and the table has the numbers of the work."""
     recording = decoding.Recording([SEGMENTS], 0.01, 3)
     for name in decoding.FORMATS:
         form = decoding.format_of(name)
@@ -216,35 +240,57 @@ def test_decoding_reads_what_the_ranks_have_recorded() -> None:
     assert not recording.buckets[0].flat.any()
 
 
-def test_bytes_are_those_of_the_meter_and_of_the_publication() -> None:
+PUBLISHED = {"dense": 7730, "powersgd-1": 25, "powersgd-2": 38, "powersgd-4": 64}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_an_epoch_of_the_lstm_has_the_published_bytes(name: str) -> None:
     """Vogels et al. 2019, arXiv 1905.13727: MB (2**20 bytes) that a rank contributes per epoch of WikiText-2."""
     named = [(name, torch.zeros(p.shape, device="cpu")) for name, p in parameters_of("lstm")]
-    for name, published in (("dense", 7730), ("powersgd-1", 25), ("powersgd-2", 38), ("powersgd-4", 64)):
-        taken = Method(name, named, 1)
-        with torch.no_grad():
-            taken.step(torch.zeros(taken.numel))
-        assert round(taken.payload * 70 / 2**20) == published, name
+    taken = Method(name, named, 1)
+    with torch.no_grad():
+        taken.step(torch.zeros(taken.numel))
+    assert round(taken.payload * 70 / 2**20) == PUBLISHED[name]
+
+
+def test_the_size_of_the_large_transformer() -> None:
     assert sum(p.numel() for _, p in parameters_of("transformer-big")) == 209_125_376
-    named = [("matrix", torch.empty(64, 32)), ("vector", torch.empty(10))]
-    for name, expected in ("dense", 4 * 2058), ("fp16", 2 * 2058), ("powersgd-2", 4 * (2 * (64 + 32) + 10) + 24):
-        method = Method(name, named, 2)
-        with torch.no_grad():
-            seconds = method.step(torch.ones(2058))
-        assert method.payload == method.wire == expected and min(seconds) > 0, name  # 2 ranks
 
 
-def test_each_instruction_set_has_a_row_and_on_a_busy_machine_the_least_times_count() -> None:
+EXPECTED_BYTES = {"dense": 4 * 2058, "fp16": 2 * 2058, "powersgd-2": 4 * (2 * (64 + 32) + 10) + 24}
+
+
+@pytest.mark.parametrize("name", EXPECTED_BYTES)
+def test_the_meter_counts_the_bytes_of_a_method(name: str) -> None:
+    method = Method(name, [("matrix", torch.empty(64, 32)), ("vector", torch.empty(10))], 2)
+    with torch.no_grad():
+        seconds = method.step(torch.ones(2058))
+    assert method.payload == method.wire == EXPECTED_BYTES[name] and min(seconds) > 0  # 2 ranks
+
+
+@pytest.fixture(scope="module")
+def rows_of_a_busy_machine() -> dict[str, Any]:
     args = Namespace(isas=supported_isas(), rounds=2, ranks=2, busy=True)
     method = Method("scaled-sign", [("matrix", torch.empty(64, 512))], 2, time.thread_time)
     try:
         rows = dict(measure(method, 1, None, args, time.thread_time))
     finally:
         choose_isa("")
+    return {"method": method, "rows": rows}
+
+
+def test_each_instruction_set_has_a_row(rows_of_a_busy_machine: Any) -> None:
+    rows = rows_of_a_busy_machine["rows"]
     assert tuple(rows) == supported_isas()
     for isa, row in rows.items():
         assert row["isa"] == isa and row["payload_bytes"] == 24 + 4096 + 8
+
+
+def test_the_least_times_count_on_a_busy_machine(rows_of_a_busy_machine: Any) -> None:
+    for row in rows_of_a_busy_machine["rows"].values():
         assert row["encode"] == pytest.approx(row["encode_ms"] / row["encode_floor_ms"])
-        assert row["ns"] == pytest.approx(1e6 * (row["encode_ms"] + row["decode_ms"]) / method.numel)
+        numel = rows_of_a_busy_machine["method"].numel
+        assert row["ns"] == pytest.approx(1e6 * (row["encode_ms"] + row["decode_ms"]) / numel)
 
 
 def test_nothing_is_in_flight_at_the_ends_of_the_window_of_outer_speed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,7 +351,7 @@ def given(task: str, **more: Any) -> Namespace:
     return Namespace(**{"task": task, "epochs": None, "batch_size": None, "overrides": [], **more})
 
 
-def test_another_seed_gives_another_run_and_the_same_one_the_same(tmp_path: Path) -> None:
+def test_a_run_depends_on_its_seed_alone(tmp_path: Path) -> None:
     def trained(name: str, seed: int) -> Any:
         words = ["--configs", "configs/digits/cnn.py", "configs/powersgd/rank2.py", "--devices", "cpu"]
         words += [f"--configs.seed={seed}", "--configs.train.num_epochs=1", "--configs.train.batch_size=90"]
@@ -317,7 +363,9 @@ def test_another_seed_gives_another_run_and_the_same_one_the_same(tmp_path: Path
     assert 0 < first["payload_bytes"] == again["payload_bytes"] < first["dense_wire_bytes"] / 4
 
 
-def test_a_kept_run_is_not_repeated_and_not_taken_for_one_of_the_other_mode(tmp_path: Path) -> None:
+@pytest.fixture
+def kept(tmp_path: Path) -> Any:
+    """A run that `summary_of` has kept: its folder, what simulated it, and the command lines of its runs."""
     taken = []
 
     def simulated(ranks: int, words: Any) -> None:
@@ -325,12 +373,21 @@ def test_a_kept_run_is_not_repeated_and_not_taken_for_one_of_the_other_mode(tmp_
         (tmp_path / "kept").mkdir()
         (tmp_path / "kept" / "summary.json").write_text('{"seconds": 1}')
 
+    assert summary_of(simulated, 2, ["--a"], tmp_path / "kept") == {"seconds": 1}
+    return tmp_path / "kept", simulated, taken
+
+
+def test_a_kept_run_is_not_repeated(kept: Any) -> None:
+    directory, simulated, taken = kept
+    assert summary_of(simulated, 2, ["--a"], directory) == {"seconds": 1} and taken == [["--a"]]
+
+
+@pytest.mark.parametrize(("mode", "ranks", "words"), [("started", 2, ["--a"]), ("", 3, ["--a"]), ("", 2, ["--b"])])
+def test_a_kept_run_is_not_taken_for_another_one(kept: Any, mode: str, ranks: int, words: list[str]) -> None:
+    directory, simulated, _ = kept
     started = Mock(side_effect=AssertionError("the kept run would be replaced"), __name__="started")
-    for _ in range(2):
-        assert summary_of(simulated, 2, ["--a"], tmp_path / "kept") == {"seconds": 1} and taken == [["--a"]]
-    for train, ranks, words in ((started, 2, ["--a"]), (simulated, 3, ["--a"]), (simulated, 2, ["--b"])):
-        with pytest.raises(SystemExit, match="has a run of the other mode or with other arguments"):
-            summary_of(train, ranks, words, tmp_path / "kept")
+    with pytest.raises(SystemExit, match="has a run of the other mode or with other arguments"):
+        summary_of(started if mode else simulated, ranks, words, directory)
 
 
 @pytest.mark.parametrize("name", METHODS_OF)
@@ -349,32 +406,45 @@ def test_every_method_of_a_task_is_a_stack_of_configs(name: str, tmp_path: Path)
             assert tree.train.local.average_every == int(every)
 
 
-def test_differences_are_paired_and_figures_have_better_methods_higher(tmp_path: Path, capsys: Printed) -> None:
+def test_a_report_of_one_run_each_has_no_standard_error(capsys: Printed) -> None:
     task = TASKS["digits"]
-    one, other = summary(task, 99.0), summary(task, 98.0, wire=1)
-    report(task, rows_of(task, {"dense": [one], "dgc": [other]}))
+    report(task, rows_of(task, {"dense": [summary(task, 99.0)], "dgc": [summary(task, 98.0, wire=1)]}))
     *_, head, dense, dgc, last = capsys.readouterr().out.splitlines()
     result = json.loads(last, parse_constant=pytest.fail)["methods"]
     assert result["dgc"]["standard_error"] is None and result["dgc"]["difference"] == -1
     assert len(head) == len(dense) == len(dgc)
     assert dense.split() == ["dense", "99.00", "0.00", "1.0", "0.00", "1.0", "0.00", "2.0", "3,000"]
+
+
+def test_differences_are_of_the_runs_with_the_same_seed() -> None:
+    task = TASKS["digits"]
+    one, other = summary(task, 99.0), summary(task, 98.0, wire=1)
     rows = rows_of(task, {"dense": [one, summary(task, 97.0)], "dgc": [other, summary(task, 97.0)]})
     assert rows["dgc"]["standard_error"] == 0.5 and rows["dgc"]["dense_over_wire"] == 10 / 6
     assert rows["dgc"]["runs"] == [98.0, 97.0]
+
+
+def test_differences_of_bits_are_in_percent() -> None:
     bits = TASKS["pysource"]
     plain, sign = [summary(bits, 2.0), summary(bits, 2.5)], [summary(bits, 2.1, 1), summary(bits, 2.5, 1)]
     row = rows_of(bits, {"dense": plain, "sign": sign})["sign"]
-    assert row["difference"] == pytest.approx(2.5) and row["standard_error"] == pytest.approx(2.5)  # percent
+    assert row["difference"] == pytest.approx(2.5) and row["standard_error"] == pytest.approx(2.5)
     assert row["first_over_payload"] == row["dense_over_wire"] == 5
-    # fewer bits per character are better: the axis is inverted
-    for name, dgc_is_better in (("numwords", False), ("lstm", True)):
-        task = TASKS[name]
-        rows = rows_of(task, {"dense": [summary(task, 3.0)], "dgc": [summary(task, 2.0, wire=1)]})
-        draw(task, rows, "title", tmp_path / "figure.svg")
-        text = (tmp_path / "figure.svg").read_text()
-        assert task.quality in text and "title" in text
-        heights = {label: float(y) for y, label in re.findall(r'y="([\d.]+)"[^>]*>(dense|dgc)</text>', text)}
-        assert (heights["dgc"] < heights["dense"]) == dgc_is_better  # SVG counts downwards
+
+
+@pytest.mark.parametrize(("name", "dgc_is_better"), [("numwords", False), ("lstm", True)])
+def test_a_figure_has_better_methods_higher(name: str, dgc_is_better: bool, tmp_path: Path) -> None:
+    """Fewer bits per character are better: the axis is inverted."""
+    task = TASKS[name]
+    rows = rows_of(task, {"dense": [summary(task, 3.0)], "dgc": [summary(task, 2.0, wire=1)]})
+    draw(task, rows, "title", tmp_path / "figure.svg")
+    text = (tmp_path / "figure.svg").read_text()
+    assert task.quality in text and "title" in text
+    heights = {label: float(y) for y, label in re.findall(r'y="([\d.]+)"[^>]*>(dense|dgc)</text>', text)}
+    assert (heights["dgc"] < heights["dense"]) == dgc_is_better  # SVG counts downwards
+
+
+def test_the_figure_of_more_ranks_says_what_it_shows(tmp_path: Path) -> None:
     sent = [{"ranks": size, "exchange_ms": 2.0 * size, "wire_bytes": 8.0 * size} for size in (2, 4, 8)]
     scale.draw({"dense": sent, "dgc": sent}, "a title", tmp_path / "scale.svg", work=0.1)
     assert "a title" in (text := (tmp_path / "scale.svg").read_text()) and "speed of one rank" in text

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tarfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from http.server import HTTPServer, SimpleHTTPRequestHandler
@@ -73,7 +73,7 @@ def test_cifar(tmp_path: Path, monkeypatch: Patch, num_classes: int) -> None:
     assert torch.equal(data["test"][0][0], data["test"][0][0])
     smaller = CIFAR(str(tmp_path), num_classes, image_size=24)
     assert smaller["train"][0][0].shape == smaller["test"][0][0].shape == (3, 24, 24)
-    # channels, rows and normalization: the test images equal those of torchvision's own reader
+    # channels, rows and normalization: the test images equal the images of torchvision's own reader
     reader = CIFAR10 if num_classes == 10 else import_target("torchvision.datasets.CIFAR100")
     monkeypatch.setattr(reader, "_check_integrity", lambda self: True)
     monkeypatch.setattr(reader, "meta", reader.meta | {"md5": None})
@@ -184,45 +184,65 @@ def test_an_archive_is_unpacked_here_alone(tmp_path: Path, monkeypatch: Patch, k
     assert (tmp_path / "data/file").read_text() == "text"
 
 
-def test_an_archive_is_downloaded_and_unpacked(monkeypatch: Patch, tmp_path: Path) -> None:
-    """Also over what an interrupted download left; and what an address without the file leads to."""
+@pytest.fixture
+def archive(monkeypatch: Patch, tmp_path: Path) -> Path:
+    """The archive of a small CIFAR, alone in its folder."""
     folder = write_cifar(tmp_path / "data")
     archive = folder.with_name("cifar-10-python.tar.gz")
     with tarfile.open(archive, "w:gz") as tar:
         tar.add(folder, folder.name)
     shutil.rmtree(folder)
     monkeypatch.setattr(CIFAR10, "tgz_md5", hashlib.md5(archive.read_bytes()).hexdigest())
+    return archive
+
+
+@pytest.fixture
+def address(archive: Path) -> Iterator[str]:
+    with HTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=str(archive.parent))) as http:
+        Thread(target=partial(http.serve_forever, 0.01), daemon=True).start()
+        yield f"http://127.0.0.1:{http.server_port}/{archive.name}"
+        http.shutdown()
+
+
+def test_an_archive_is_downloaded(archive: Path, address: str, monkeypatch: Patch, tmp_path: Path) -> None:
+    """Also over what an interrupted download left."""
     root = tmp_path / "new"
     root.mkdir()
     (root / archive.name).write_bytes(b"half")
-    with HTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=str(archive.parent))) as http:
-        Thread(target=http.serve_forever, daemon=True).start()
-        monkeypatch.setattr(CIFAR10, "url", f"http://127.0.0.1:{http.server_port}/{archive.name}")
-        data: Any = CIFAR(str(root), download=True)
-        assert len(data["test"]) == 16
-        shutil.rmtree(root)
-        monkeypatch.setattr(CIFAR10, "url", f"{CIFAR10.url}.away")
-        refuse(r"could not be downloaded .*404.* other means", CIFAR, str(root), download=True)
-        http.shutdown()
-    # a data set that is there is left as it is
+    monkeypatch.setattr(CIFAR10, "url", address)
+    data: Any = CIFAR(str(root), download=True)
+    assert len(data["test"]) == 16
+
+
+def test_an_address_without_the_archive_is_refused(address: str, monkeypatch: Patch, tmp_path: Path) -> None:
+    monkeypatch.setattr(CIFAR10, "url", f"{address}.away")
+    refuse(r"could not be downloaded .*404.* other means", CIFAR, str(tmp_path / "new"), download=True)
+
+
+def test_a_data_set_that_is_there_is_not_downloaded(tmp_path: Path) -> None:
     there = write_cifar(tmp_path / "there").parent
     there.chmod(0o500)
-    data = CIFAR(str(there), download=True)
+    data: Any = CIFAR(str(there), download=True)
     there.chmod(0o700)
     assert len(data["train"]) == 40 and not (there / ".preparing").exists()
-    # an archive is unpacked, also over what an interrupted unpacking left, and a damaged one is named
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_an_archive_is_unpacked(archive: Path, interrupted: bool) -> None:
+    """Also over what an interrupted unpacking left."""
     left = archive.parent / "cifar-10-batches-py"
-    for _ in range(2):
-        data = CIFAR(str(archive.parent))
-        assert len(data["train"]) == 40
-        assert {path.name for path in archive.parent.iterdir()} == {archive.name, left.name, ".preparing"}
-        shutil.rmtree(left)
+    if interrupted:
         left.mkdir()
         (left / "data_batch_1").write_bytes(b"half")
-    shutil.rmtree(left)
+    data: Any = CIFAR(str(archive.parent))
+    assert len(data["train"]) == 40
+    assert {path.name for path in archive.parent.iterdir()} == {archive.name, left.name, ".preparing"}
+
+
+def test_a_damaged_archive_is_named(archive: Path) -> None:
     archive.write_bytes(archive.read_bytes()[:-100])
     refuse(r"cifar-10-python\.tar\.gz is damaged.*download true", CIFAR, str(archive.parent))
-    assert not left.exists()
+    assert not (archive.parent / "cifar-10-batches-py").exists()
 
 
 def prepare_slowly(root: Path, started: Any) -> None:
@@ -240,7 +260,7 @@ def prepare_slowly(root: Path, started: Any) -> None:
     assert done.exists()
 
 
-def test_of_several_processes_one_prepares_and_the_others_wait(tmp_path: Path) -> None:
+def test_one_of_several_processes_prepares_while_the_others_wait(tmp_path: Path) -> None:
     """The first fails on purpose: the next one takes over, and only it."""
     context = multiprocessing.get_context("fork")
     started = context.Barrier(4)
@@ -251,7 +271,9 @@ def test_of_several_processes_one_prepares_and_the_others_wait(tmp_path: Path) -
         process.join(patient(60))
     assert Counter(process.exitcode for process in processes) == {0: 3, 1: 1}
     assert (tmp_path / "count").read_text() == "xx"
-    # a place that cannot be written
+
+
+def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     refuse("cannot be prepared in .*file/data", prepare_once, tmp_path / "file/data", lambda: False, lambda: None)
 

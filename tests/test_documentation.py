@@ -119,7 +119,7 @@ def imports(path: Path) -> Iterator[tuple[str, str]]:
         yield from ((own, package) for package in packages - {own})
 
 
-def test_a_row_of_results_stands_in_one_place_and_the_readme_has_its_numbers() -> None:
+def test_a_row_of_results_stands_in_one_place() -> None:
     """A row of a table with measurements: three numbers or more, or a command."""
     pages: dict[str, list[str]] = {}
     for page in (ROOT / "README.md", *DOCS.glob("*.md")):
@@ -128,10 +128,13 @@ def test_a_row_of_results_stands_in_one_place_and_the_readme_has_its_numbers() -
             if len(numbers) >= 3 or "python -m benchmarks" in line:
                 pages.setdefault(line, []).append(page.name)
     assert len(pages) > 200 and {line: names for line, names in pages.items() if len(names) > 1} == {}
+    assert "| method | accuracy" not in README and "std. error" not in README
+
+
+def test_the_numbers_of_the_readme_are_in_the_results() -> None:
     section = README.split("## Numbers\n")[1].split("\n## ")[0].replace("\n", " ")
     said = set(re.findall(r"\d[\d,.]*\d", re.sub(r"\]\([^)]*\)|ResNet-50", "", section)))
     assert len(said) > 10 and {number for number in said if number not in RESULTS} == set()
-    assert "| method | accuracy" not in README and "std. error" not in README
 
 
 def test_the_picture_of_a_gradient_names_files_that_exist() -> None:
@@ -201,7 +204,7 @@ def test_no_file_has_marks_of_an_unfinished_merge() -> None:
     assert [file for file in files if re.search(r"^(<{7}|>{7}) ", file.read_text(), re.M)] == []
 
 
-# Widths of characters in Helvetica, as shares of the size of the font; 0.556 is that of digits and most letters.
+# Widths of characters in Helvetica, as shares of the font's size; 0.556 is the width of digits and most letters.
 
 
 WIDTHS = dict.fromkeys("ijl.,:;/tfr -()'|", 0.29) | dict.fromkeys("mMwW%", 0.86)
@@ -239,7 +242,7 @@ def test_the_picture_is_drawn_from_its_table(name: str) -> None:
         assert on_it == [], text
 
 
-def test_the_sections_of_methods_quote_the_tables_and_captions_say_how_many_steps_an_epoch_has() -> None:
+def test_the_sections_of_methods_quote_the_tables() -> None:
     text = " ".join((DOCS / "methods.md").read_text().split())
     for header, page, columns, pattern in QUOTED:
         rows = {name.split("`")[1]: cells for name, *cells in table(header, page) if "`" in name}
@@ -247,6 +250,9 @@ def test_the_sections_of_methods_quote_the_tables_and_captions_say_how_many_step
         for name, *numbers in quoted:
             assert [rows[name][column] for column in columns] == numbers, (header, name)
         assert quoted, header
+
+
+def test_captions_say_how_many_steps_an_epoch_has() -> None:
     samples, text = {count_samples(Digits(fold)["train"]) for fold in (0, 1)}, RESULTS.replace("\n", " ")
     settings = re.findall(r"(\d+) ranks, batches of (\d+) per rank, (\d+) epochs of (\d+) steps", text)
     assert len(settings) >= 5
@@ -283,7 +289,7 @@ def test_benchmarks_accept_the_commands_of_the_pages(monkeypatch: Patch) -> None
             import_module(f"benchmarks.{name}").main()
 
 
-def test_payloads_are_what_the_benchmark_measures_and_a_step_sends() -> None:
+def test_the_page_has_the_payloads_that_the_benchmark_measures() -> None:
     rows, parameters = {name: cells for name, *cells in table("values, indices |", "results.md")}, resnet50()
     for name in ("`int8`, `rice`", "`sign`, `rice`"):
         values, indices = name.replace("`", "").split(", ")
@@ -292,6 +298,8 @@ def test_payloads_are_what_the_benchmark_measures_and_a_step_sends() -> None:
                 found = payload(parameters, values, indices, vectors)
             assert cell == f"{found:,}", (name, vectors)
 
+
+def test_the_page_has_the_payloads_that_a_step_sends() -> None:
     def body(transport: Any) -> Any:
         model, compression = DigitsCNN(), dgc_compressor(0.001, fp16_values=True, int32_indices=True)
         optimizer = wrap(model, transport, dgc_sgd, compression=compression)

@@ -193,19 +193,26 @@ def test_gossip() -> None:
 
 
 @pytest.mark.horovod
-def test_as_many_ranks_start_as_are_asked_for_and_their_lines_do_not_begin_with_the_rank() -> None:
+@pytest.mark.parametrize(("ranks", "cores"), [(2, 64), (4, 64), (4, 2)])
+def test_as_many_ranks_start_as_are_asked_for(ranks: int, cores: int) -> None:
     """By default Open MPI has a slot for each physical core, but usable cores are hardware threads."""
     program = "import os; value = os.environ.get('OMPI_MCA_mpi_yield_when_idle', '')\n"
     program += "os.write(1, f'yields: {value}\\n'.encode())"
-    for ranks, cores in ((2, 64), (4, 64), (4, 2)):
-        command = mpirun(ranks, cores, ["-c", program])
-        variables = environment(ranks, cores, os.geteuid() == 0, os.environ)
-        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=patient(60))
-        started = [line for line in done.stdout.splitlines() if line.startswith("yields: ")]
-        assert done.returncode == 0 and len(started) == ranks, done.stdout + done.stderr
-        # Open MPI's own choice compares ranks with slots
-        assert ranks <= cores or set(started) == {"yields: 1"}, "more ranks than cores"
+    command = mpirun(ranks, cores, ["-c", program])
+    variables = environment(ranks, cores, os.geteuid() == 0, os.environ)
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=patient(60))
+    started = [line for line in done.stdout.splitlines() if line.startswith("yields: ")]
+    assert done.returncode == 0 and len(started) == ranks, done.stdout + done.stderr
+    # Open MPI's own choice compares ranks with slots
+    assert ranks <= cores or set(started) == {"yields: 1"}, "more ranks than cores"
+
+
+def test_the_users_choice_to_yield_is_kept() -> None:
     assert environment(4, 2, False, {"OMPI_MCA_mpi_yield_when_idle": "0"})["OMPI_MCA_mpi_yield_when_idle"] == "0"
+
+
+@pytest.mark.horovod
+def test_the_lines_of_ranks_do_not_begin_with_the_rank() -> None:
     words = ["--configs", "configs/digits/cnn.py", "--print-config"]
     done = shell("horovodrun", *words, RANKS="1", DRY_RUN="", MPI_OPTIONS="")
     assert done.returncode == 0 and done.stdout.startswith("seed: ") and "<stdout>" not in done.stdout, done.stderr
@@ -219,7 +226,7 @@ case "$*" in
     *) echo "$*" >>"$CALLS"; exit ${REFUSES:-0} ;;
 esac
 """
-# In place of srun and mpirun: status 3 by itself, that of a saved run after SIGUSR1, another one after SIGTERM. In
+# In place of srun and mpirun: status 3 by itself, a saved run's status after SIGUSR1, another after SIGTERM. In
 # Python, since bash may lose a signal that arrives between two commands.
 RUN = f"""#!{sys.executable} -S
 import os, signal, time
@@ -370,7 +377,7 @@ def test_requeue(tmp_path: Path, number: Any, variables: Any, status: Any, calls
         assert process.returncode == status, text
     assert Path(environment["CALLS"]).read_text().splitlines() == calls
     assert ("submit the job again" in text) == ("REFUSES" in variables)
-    if not variables:  # without a signal the run's own status is that of the job
+    if not variables:  # without a signal the job has the run's own status
         Path(environment["CALLS"]).unlink()
         alone: Any = {"env": {**environment, "LONG": "2"}, "capture_output": True, "timeout": patient(60)}
         assert subprocess.run(["bash", copy, *TRAIN], **alone).returncode == 3
@@ -379,7 +386,7 @@ def test_requeue(tmp_path: Path, number: Any, variables: Any, status: Any, calls
 
 @pytest.mark.proof
 @pytest.mark.horovod
-def test_a_real_run_is_saved_requeued_and_finished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_requeued_job_finishes_a_real_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     copy, environment = job(tmp_path, MACHINES="localhost", SLURM_NTASKS="2", SLURM_JOB_NUM_NODES="1")
     environment |= {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1", "PYTHONPATH": python_path()}
     (tmp_path / "bin" / "python").symlink_to(python())

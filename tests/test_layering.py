@@ -101,31 +101,42 @@ def cycle(imports: grimp.ImportGraph) -> list[str]:
     return []
 
 
-def test_the_contracts_hold_and_packages_import_nothing_else_from_outside() -> None:
+def test_the_contracts_hold() -> None:
     assert not broken(graph())
     found = cycle(graph())
     assert not found, " -> ".join(found)
-    for package, allowed in OUTSIDE.items():
-        modules = {package, *graph().find_descendants(package)}
-        others = {other for module in modules for other in graph().find_modules_directly_imported_by(module)}
-        outside = {name for name in others if graph().is_module_squashed(name)} - sys.stdlib_module_names
-        assert outside <= allowed, f"{package} imports {outside - allowed}"
-    # the graph has every folder of code, train.py and strings
+
+
+@pytest.mark.parametrize("package", OUTSIDE)
+def test_a_package_imports_nothing_else_from_outside(package: str) -> None:
+    modules = {package, *graph().find_descendants(package)}
+    others = {other for module in modules for other in graph().find_modules_directly_imported_by(module)}
+    outside = {name for name in others if graph().is_module_squashed(name)} - sys.stdlib_module_names
+    assert outside <= OUTSIDE[package], f"{package} imports {outside - OUTSIDE[package]}"
+
+
+def test_the_graph_has_every_folder_of_code() -> None:
+    """Also train.py, and the strings that name a module."""
     assert {path.parent.name for path in REPOSITORY.glob("[!.]*/*.py")} - {"build", "tests"} == set(PACKAGES)
     named = [(TRAIN, "dgc.optim"), ("configs.wmt16", "dgc_training.schedule"), ("dgc.comm.connect", "horovod")]
     assert all(graph().direct_import_exists(importer=module, imported=other) for module, other in named)
 
 
-@pytest.mark.timeout(50)
-def test_no_time_limit_is_a_bare_number_and_limits_of_pytest_are_scaled() -> None:
+def test_no_time_limit_is_a_bare_number() -> None:
     others = (path for path in TESTS.rglob("*.py") if path != Path(__file__))
     limits = {path.name: map(float, LIMIT.findall(path.read_text())) for path in others}
     assert [name for name, of in limits.items() if any(limit >= 5 for limit in of)] == []
     text = "x.run(c(d(1)),\n timeout=5)\np.wait(9)\np.wait(0.1)\nt.join(patient(9))\nx = time.monotonic() + 60"
     assert LIMIT.findall(text) == ["5", "9", "0.1", "60"]
-    # so are those of pytest, and started processes know the speed
+
+
+@pytest.mark.timeout(50)
+def test_the_limits_of_pytest_are_scaled() -> None:
     assert 40 * slowness() < signal.getitimer(signal.ITIMER_REAL)[0] <= 50 * slowness()
     assert slowness() >= 2 and patient(3) == 3 * slowness()
+
+
+def test_a_started_process_knows_the_speed_of_the_machine() -> None:
     words = [sys.executable, "-c", "import environment; print(environment.slowness())"]
     told = subprocess.check_output(words, env={**os.environ, "PYTHONPATH": python_path(TESTS)}, text=True)
     assert float(told) == slowness() == float(os.environ[SLOWNESS])

@@ -77,22 +77,36 @@ def test_the_larger_cifar_models(name: str) -> None:
         assert parameter.grad is not None and parameter.grad.isfinite().all() and parameter.grad.any(), where
 
 
-def test_other_images_and_classes() -> None:
-    for_8 = [(name, 1, 8, 7) for name in ("resnet50", "densenet121", "senet18")]
-    for_48 = [(name, 1, 48, 7) for name in ("vgg19_bn", "alexnet")]
-    for name, channels, edge, classes in (*for_8, *for_48, ("resnet20", 3, 32, 10), ("resnet20", 3, 32, 100)):
-        with case(name):
-            model = getattr(dgc_models, name)(num_classes=classes, in_channels=channels)
-            assert model(torch.randn(2, channels, edge, edge)).shape == (2, classes)
-    # all stages but the first halve the image
+FOR_8 = [(name, 1, 8, 7) for name in ("resnet50", "densenet121", "senet18")]
+FOR_48 = [(name, 1, 48, 7) for name in ("vgg19_bn", "alexnet")]
+
+
+@pytest.mark.parametrize(
+    ("name", "channels", "edge", "classes"), [*FOR_8, *FOR_48, ("resnet20", 3, 32, 10), ("resnet20", 3, 32, 100)]
+)
+def test_other_images(name: str, channels: int, edge: int, classes: int) -> None:
+    model = getattr(dgc_models, name)(num_classes=classes, in_channels=channels)
+    assert model(torch.randn(2, channels, edge, edge)).shape == (2, classes)
+
+
+def test_all_stages_but_the_first_halve_the_image() -> None:
     for model, shape in ((resnet20(), (1, 64, 8, 8)), (resnet18(), (1, 512, 4, 4))):
         assert model.features[:-2](torch.randn(1, 3, 32, 32)).shape == shape
+
+
+def test_the_model_of_the_digits() -> None:
     assert sum(p.numel() for p in DigitsCNN(num_classes=10).parameters()) == 226_794
     assert DigitsCNN(width=8)(torch.randn(2, 1, 8, 8)).shape == (2, 10)
-    # without batch norm only AlexNet's initialisation keeps the logits from being the same for every image
+
+
+def test_the_logits_of_a_new_alexnet_differ_between_images() -> None:
+    """Without batch norm only its initialisation keeps them from being the same for every image."""
     torch.manual_seed(0)
     with torch.no_grad():
         assert alexnet()(torch.randn(32, 3, 32, 32)).std(0).mean() > 0.03
+
+
+def test_a_resnet_with_other_stages_is_refused() -> None:
     for depth in (2, 7, 21):
         refuse("6n", resnet_of_depth, depth)
     refuse("zip", ResNet, (16, 32), (1, 1, 1), Projection)
@@ -131,16 +145,26 @@ def small(vocabulary: int = 6, pre_norm: bool = False, seed: int = 0) -> Transfo
     return model.eval()
 
 
-@pytest.mark.parametrize("pre_norm", [False, True])
-def test_logits_and_gradients(pre_norm: bool) -> None:
+def test_the_encoding_of_positions() -> None:
     encoding = sinusoids(50, 8)
     assert encoding.shape == (50, 8)
     for position, column in ((0, 0), (7, 3), (49, 6)):
         angle = position / 10_000 ** (2 * (column // 2) / 8)
         assert encoding[position, column] == pytest.approx((math.cos if column % 2 else math.sin)(angle), abs=1e-6)
+
+
+def translated(pre_norm: bool) -> tuple[Transformer, Tensor, Tensor]:
+    """A small Transformer with its inputs: source sentences and target sentences."""
     model = small(9, pre_norm)
-    # later tokens do not change earlier logits
-    source, target = torch.randint(4, 9, (3, 5)), torch.randint(4, 9, (3, 6))
+    return model, torch.randint(4, 9, (3, 5)), torch.randint(4, 9, (3, 6))
+
+
+PRE_NORM = pytest.mark.parametrize("pre_norm", [False, True])
+
+
+@PRE_NORM
+def test_later_tokens_do_not_change_earlier_logits(pre_norm: bool) -> None:
+    model, source, target = translated(pre_norm)
     before = model(source, target)
     for position in range(1, 6):
         changed = torch.cat([target[:, :position], torch.randint(4, 9, (3, 6 - position))], 1)
@@ -148,19 +172,31 @@ def test_logits_and_gradients(pre_norm: bool) -> None:
     changed = target.clone()
     changed[:, 2] = (changed[:, 2] - 3) % 5 + 4  # another token
     assert ((model(source, changed) - before)[:, 2:].abs().amax(2) > 1e-4).all()
-    # nor does padding
-    longer = torch.cat([source, torch.zeros(3, 3, dtype=torch.int64)], 1)
+
+
+@PRE_NORM
+def test_padding_does_not_change_logits(pre_norm: bool) -> None:
+    model, source, target = translated(pre_norm)
     more = torch.cat([target, torch.zeros(3, 2, dtype=torch.int64)], 1)
-    found = model(longer, more)
-    assert torch.allclose(found[:, :6], before, atol=1e-5) and found.isfinite().all()
+    found = model(torch.cat([source, torch.zeros(3, 3, dtype=torch.int64)], 1), more)
+    assert torch.allclose(found[:, :6], model(source, target), atol=1e-5) and found.isfinite().all()
     other = torch.cat([source, torch.full((3, 3), 5)], 1)
     assert not torch.allclose(model(other, more)[:, :6], found[:, :6], atol=1e-2)
-    # one token at a time gives the logits of all at once
+
+
+@PRE_NORM
+def test_one_token_at_a_time_gives_the_logits_of_all_at_once(pre_norm: bool) -> None:
+    model, source, target = translated(pre_norm)
     source[1, 3:] = 0
     state = model.encode(source)
     steps = [model.next_logits(target[:, [position]], state) for position in range(6)]
     assert torch.allclose(torch.cat(steps, 1), model(source, target), atol=1e-5) and state.length == 6
-    # every parameter gets a gradient
+
+
+@PRE_NORM
+def test_every_parameter_gets_a_gradient(pre_norm: bool) -> None:
+    model, source, target = translated(pre_norm)
+    source[1, 3:] = 0
     model.train()(source, target).square().mean().backward()
     for name, parameter in model.named_parameters():
         # A softmax does not change with a constant that is added to all its inputs.
@@ -230,8 +266,11 @@ def test_the_search_goes_on_only_while_a_longer_target_may_be_better() -> None:
             assert (model.length, found) == (calls, expected)
 
 
-@pytest.mark.parametrize("search", [greedy, beam_search])
-def test_every_sentence_has_its_own_limit_and_no_token_beyond_the_vocabulary(search: Any) -> None:
+SEARCHES = pytest.mark.parametrize("search", [greedy, beam_search])
+
+
+@SEARCHES
+def test_every_sentence_has_its_own_limit(search: Any) -> None:
     limits, lengths = [1, 9, 4, 2, 7], set()
     for seed in range(5):
         model, source = small(9, seed=seed), torch.randint(4, 9, (5, 6))
@@ -243,13 +282,20 @@ def test_every_sentence_has_its_own_limit_and_no_token_beyond_the_vocabulary(sea
         assert search(model, source[:0], max_length=[], **options) == []
         lengths |= set(map(len, alone))
     assert len(lengths) > 2
-    # a batch is translated as its sentences are
+
+
+@SEARCHES
+def test_a_batch_is_translated_as_its_sentences_are(search: Any) -> None:
     model, source = small(9, seed=5), torch.randint(4, 9, (5, 6))
     for row, length in enumerate((6, 1, 4, 2, 5)):
         source[row, length:] = 0
     options = {"max_length": 8, **ENDS}
     alone = [search(model, sentence[sentence != 0][None], **options)[0] for sentence in source]
     assert search(model, source, **options) == alone and search(model, source[:0], **options) == []
+
+
+@SEARCHES
+def test_no_token_is_beyond_the_vocabulary(search: Any) -> None:
     options, chosen = {"max_length": 8, **ENDS}, set()
     for seed in range(4):
         model, source = small(9, seed=seed), torch.randint(4, 6, (5, 6))
@@ -281,7 +327,7 @@ def test_impossible_arguments_are_refused() -> None:
 
 
 def written(folder: Path, **splits: Any) -> Path:
-    """The folder, after the files of these splits were written, or those of the usual ones."""
+    """The folder, after the files of these splits were written, or the files of the usual ones."""
     folder.mkdir(exist_ok=True)
     for split, pairs in (splits or {"train": TRAIN * 5, "test": TEST}).items():
         for language, side in zip(("de", "en"), zip(*pairs, strict=True), strict=True):
@@ -332,27 +378,42 @@ def test_the_text_is_encoded_once_until_it_changes(tmp_path: Path, monkeypatch: 
     assert [path.name for path in new.iterdir() if path.is_dir()] == [] and len(read(new)["test"]) == 2
 
 
-def test_empty_and_long_pairs_are_left_out_and_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    written(folder := written(tmp_path), train=[*TRAIN, ("", "nothing"), ("Haus " * 40, "house")])
+def test_empty_or_long_pairs_are_left_out(tmp_path: Path) -> None:
+    folder = written(written(tmp_path), train=[*TRAIN, ("", "nothing"), ("Haus " * 40, "house")])
     warning = r"train\.de: 2 of the 6 training pairs \(33\.3 %\) are left out, .*dataset\.max_length, 30; raise it"
     with pytest.warns(UserWarning, match=warning):
         data = read(folder, max_length=30)
     assert len(data["train"]) == 4 and data["train"].pairs_left_out == 2
-    for left_out in (1, 2):  # of 101 pairs: up to 1 % is usual
-        written(folder, train=[*TRAIN * 25, ("", "nothing")][left_out - 1 :] + [("", "x")] * (left_out - 1))
-        with pytest.warns(UserWarning) if left_out == 2 else nullcontext():
-            assert read(folder, max_length=30)["train"].pairs_left_out == left_out
-    cases: list[tuple[str, bytes | None, str]] = [
-        ("test.en", None, "the data set is not there: .*test.en is missing"),
-        ("val.en", b"a\n", "val.de is missing"),
-        ("train.en", b"a\n", "train.de has 20 lines, .*train.en has 1"),
-        ("train.en", b"\xff\n" * 20, "train.en is not UTF-8"),
-        ("test.de", b"Haus " * 300 + b"\na\n", "line 1: the pair has"),
-    ]
-    for number, (name, content, message) in enumerate(cases):
-        damaged = written(folder / str(number))
-        (damaged / name).unlink() if content is None else (damaged / name).write_bytes(content)
-        refuse(message, read, damaged)
+
+
+@pytest.mark.parametrize("left_out", [1, 2])
+def test_more_than_a_percent_of_pairs_left_out_is_a_warning(left_out: int, tmp_path: Path) -> None:
+    pairs = [*TRAIN * 25, ("", "nothing")][left_out - 1 :] + [("", "x")] * (left_out - 1)
+    folder = written(written(tmp_path), train=pairs)
+    with pytest.warns(UserWarning) if left_out == 2 else nullcontext():  # of 101 pairs
+        assert read(folder, max_length=30)["train"].pairs_left_out == left_out
+
+
+DAMAGED: list[tuple[str, bytes | None, str]] = [
+    ("test.en", None, "the data set is not there: .*test.en is missing"),
+    ("val.en", b"a\n", "val.de is missing"),
+    ("train.en", b"a\n", "train.de has 20 lines, .*train.en has 1"),
+    ("train.en", b"\xff\n" * 20, "train.en is not UTF-8"),
+    ("test.de", b"Haus " * 300 + b"\na\n", "line 1: the pair has"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "message"), DAMAGED)
+def test_a_file_that_does_not_fit_is_refused(
+    name: str, content: bytes | None, message: str, tmp_path: Path
+) -> None:
+    folder = written(tmp_path)
+    (folder / name).unlink() if content is None else (folder / name).write_bytes(content)
+    refuse(message, read, folder)
+
+
+def test_a_size_that_the_text_does_not_allow_is_refused(tmp_path: Path) -> None:
+    folder = written(tmp_path)
     refuse("vocabulary_size is 5000, which is not possible with this text: .*<= ", read, folder, 5000)
     refuse("vocabulary_size is 1; it must be at least 2", read, folder, 1)
     refuse("no sentence of at most 2 tokens", read, folder, max_length=2)

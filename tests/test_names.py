@@ -61,17 +61,26 @@ for change in (
 """
 
 
-def test_every_name_is_loaded_and_is_that_of_its_package_and_the_one_of_type_checkers() -> None:
-    assert 20 <= len(dgc._PACKAGE_OF) <= 30
-    for name, package in dgc._PACKAGE_OF.items():
-        assert getattr(dgc, name) is getattr(sys.modules[package], name) and name in dir(dgc)
+@pytest.mark.parametrize("name", dgc._PACKAGE_OF)
+def test_a_name_is_that_of_its_package(name: str) -> None:
+    assert getattr(dgc, name) is getattr(sys.modules[dgc._PACKAGE_OF[name]], name) and name in dir(dgc)
+
+
+def test_a_wrong_name_is_refused() -> None:
     with pytest.raises(AttributeError, match="module 'dgc' has no attribute 'DGCCompresor'"):
         _ = dgc.DGCCompresor
+
+
+def test_type_checkers_see_the_same_names() -> None:
+    assert 20 <= len(dgc._PACKAGE_OF) <= 30
     (block,) = (node for node in ast.parse(Path(dgc.__file__).read_text()).body if isinstance(node, ast.If))
     imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
     seen = {alias.name: node.module for node in imports for alias in node.names}
     assert seen == {**dgc._PACKAGE_OF, "Transport": "dgc.comm.transport"}
-    # the package loads nothing until a name is used, and no name what only some programs use and is slow to import
+
+
+def test_the_package_loads_nothing_until_a_name_is_used() -> None:
+    """And no name loads what only some programs use and is slow to import."""
     code = """
 import sys, dgc
 print(sorted(m for m in sys.modules if m.startswith('dgc.') or m == 'torch'))
@@ -82,7 +91,7 @@ print(sorted({'horovod', 'mpi4py', 'scipy', 'torch._dynamo'} & {*sys.modules}))
     assert found.stdout.split("\n") == ["[]", "[]", ""]
 
 
-def test_a_star_import_has_every_name_of_the_list_and_no_other() -> None:
+def test_a_star_import_has_the_names_of_the_list_alone() -> None:
     found: dict[str, Any] = {}
     exec("from dgc import *", found)
     del found["__builtins__"]
@@ -90,7 +99,7 @@ def test_a_star_import_has_every_name_of_the_list_and_no_other() -> None:
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="the changes are made to a torch that has FSDP2")
-def test_fsdp_is_refused_at_its_import_and_ddp_is_not() -> None:
+def test_the_import_refuses_fsdp_alone() -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT_FSDP2], capture_output=True, text=True)
     refusal = "dgc.fsdp works with torch 2.13 to 2.15, and not with torch 2."
     assert [line.startswith(refusal) for line in done.stdout.splitlines()] == [True] * 3, done
@@ -128,22 +137,40 @@ def damaged(state: Any, value: Any, key: str, *rest: str) -> Any:
     return {**state, key: damaged(state[key], value, *rest) if rest else value}
 
 
-def test_arguments_options_epochs_states_and_closures_of_a_wrong_type_are_named() -> None:
-    for make, arguments in WRONG:
-        refuse(rf"^{next(iter(arguments))} must .*not ", make, **arguments)
-    optimizers: Any = (wrapped(), local(SGP()))
-    for optimizer in optimizers:
-        for state in (None, list[Any](), dict[str, Any]()):
-            refuse("^state_dict must be what state_dict", optimizer.load_state_dict, state)
-        refuse("^closure must be a function, not 3", optimizer.step, 3)
-    for name, value in (
-        *(("backward_passes_per_step", value) for value in (2.5, math.inf)),
-        *(("grad_scaler", value) for value in (1.0, torch.amp.GradScaler)),
-        *(("transport", 0), ("optimizer", "sgd"), ("named_parameters", 3)),
-    ):
-        refuse(f"^{name} must .*not ", wrapped, **{name: value})
-    for epoch in (math.nan, -1, 2.5, True, None):
-        refuse("^epoch must be a whole number of at least 0, not ", wrapped().begin_epoch, epoch)
+@pytest.mark.parametrize(("make", "arguments"), WRONG)
+def test_an_argument_of_a_wrong_type_is_named(make: Any, arguments: dict[str, Any]) -> None:
+    refuse(rf"^{next(iter(arguments))} must .*not ", make, **arguments)
+
+
+OPTIMIZERS = pytest.mark.parametrize("make", [lambda: wrapped(), lambda: local(SGP())], ids=["wrapped", "local"])
+
+
+@OPTIMIZERS
+@pytest.mark.parametrize("state", [None, [], {}])
+def test_a_state_of_a_wrong_type_is_named(make: Any, state: Any) -> None:
+    refuse("^state_dict must be what state_dict", make().load_state_dict, state)
+
+
+@OPTIMIZERS
+def test_a_closure_of_a_wrong_type_is_named(make: Any) -> None:
+    refuse("^closure must be a function, not 3", make().step, 3)
+
+
+WRONG_OPTIONS: list[tuple[str, Any]] = [
+    *(("backward_passes_per_step", value) for value in (2.5, math.inf)),
+    *(("grad_scaler", value) for value in (1.0, torch.amp.GradScaler)),
+    *(("transport", 0), ("optimizer", "sgd"), ("named_parameters", 3)),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG_OPTIONS)
+def test_an_option_of_a_wrong_type_is_named(name: str, value: Any) -> None:
+    refuse(f"^{name} must .*not ", wrapped, **{name: value})
+
+
+@pytest.mark.parametrize("epoch", [math.nan, -1, 2.5, True, None])
+def test_an_epoch_that_is_no_whole_number_is_named(epoch: Any) -> None:
+    refuse("^epoch must be a whole number of at least 0, not ", wrapped().begin_epoch, epoch)
 
 
 def test_what_is_no_state_is_refused() -> None:
@@ -203,26 +230,34 @@ def places(state: Any) -> Iterator[list[str]]:
             refuse(message, optimizer.load_compression_state_dict, damaged(state, value, *place))
 
 
-def test_damaged_states_of_the_wrapped_optimizer_and_algorithms_are_named() -> None:
+BEGIN = "^the state of the optimizer is damaged, .* refuses it with"
+DAMAGES: list[tuple[str, dict[str, Any]]] = [
+    ("^state of the optimizer's state must have a mapping for each parameter", {"state": {0: None}}),
+    ("^param_groups of the optimizer's state must be a list of mappings", {"param_groups": None}),
+    (f"{BEGIN} KeyError", {"state": {0: {"a": 1}}}),
+    (f"{BEGIN} ValueError", {"param_groups": []}),
+]
+
+
+@pytest.mark.parametrize(("message", "damage"), DAMAGES)
+def test_a_damaged_state_of_the_wrapped_optimizer_is_named(message: str, damage: dict[str, Any]) -> None:
     model = nn.Linear(4, 4)
     adam = torch.optim.AdamW(model.parameters())
     model(torch.ones(2, 4)).sum().backward()
     adam.step()
     state, gossip = adam.state_dict(), LocalOptimizer(adam, model.named_parameters(), SGP(), transport=alone())
-    whole, begin = gossip.compression_state_dict(), "^the state of the optimizer is damaged, .* refuses it with"
-    for message, damage in (
-        ("^state of the optimizer's state must have a mapping for each parameter", {"state": {0: None}}),
-        ("^param_groups of the optimizer's state must be a list of mappings", {"param_groups": None}),
-        (f"{begin} KeyError", {"state": {0: {"a": 1}}}),
-        (f"{begin} ValueError", {"param_groups": []}),
-    ):
-        refuse(message, gossip.load_state_dict, {**state, **damage})
-        refuse(message, gossip.load_compression_state_dict, {**whole, "optimizer": {**state, **damage}})
-    # gossip needs an algorithm, a topology and shares
-    makes: dict[str, Any] = {
-        "method must be an algorithm": lambda: SGP,
-        "graph must return a Topology": lambda: SGP(graph=lambda size: None),  # type: ignore[arg-type,return-value]
-        "mixing must return a share": lambda: SGP(mixing=lambda *_: None),  # type: ignore[arg-type]
-    }
-    for message, make in makes.items():
-        refuse(message, LockstepWorld(2).run, lambda transport: local(make(), transport))  # noqa: B023
+    whole = gossip.compression_state_dict()
+    refuse(message, gossip.load_state_dict, {**state, **damage})
+    refuse(message, gossip.load_compression_state_dict, {**whole, "optimizer": {**state, **damage}})
+
+
+NO_ALGORITHMS: dict[str, Any] = {
+    "method must be an algorithm": lambda: SGP,
+    "graph must return a Topology": lambda: SGP(graph=lambda size: None),  # type: ignore[arg-type,return-value]
+    "mixing must return a share": lambda: SGP(mixing=lambda *_: None),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("message", NO_ALGORITHMS)
+def test_gossip_without_an_algorithm_a_topology_or_shares_is_refused(message: str) -> None:
+    refuse(message, LockstepWorld(2).run, lambda transport: local(NO_ALGORITHMS[message](), transport))

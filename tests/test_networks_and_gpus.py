@@ -14,6 +14,7 @@ import textwrap
 import threading
 import warnings
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -49,23 +50,45 @@ from dgc.compression import TwoPhaseCompressor
 Patch = pytest.MonkeyPatch
 
 
-def test_rates_delays_hosts_ranks_and_their_cores() -> None:
+def test_rates_are_parsed() -> None:
     assert [parse_rate(text) for text in ("100mbit", "2.5gbit", "5000kbit")] == [1e8, 2.5e9, 5e6]
+
+
+def test_delays_are_parsed() -> None:
     assert [parse_latency(text) for text in ("500us", "10ms", "1s")] == pytest.approx([5e-4, 1e-2, 1.0])
-    for rate in ("", "fast", "100", "100 mbit", "-1gbit", "100MB", "1kbit", "101gbit"):
-        refuse("rate", Laboratory, 2, rate)
-    for delay in ("", "1", "0ms", "2s", "1min"):
-        refuse("delay|latency", Laboratory, 2, "1gbit", delay)
+
+
+@pytest.mark.parametrize("rate", ["", "fast", "100", "100 mbit", "-1gbit", "100MB", "1kbit", "101gbit"])
+def test_a_wrong_rate_is_refused(rate: str) -> None:
+    refuse("rate", Laboratory, 2, rate)
+
+
+def test_a_rate_without_a_unit_is_refused_with_an_example() -> None:
+    refuse("^the rate must be from 1mbit to 100gbit, such as 2.5gbit, not 100", Laboratory, 2, 100)
+
+
+@pytest.mark.parametrize("delay", ["", "1", "0ms", "2s", "1min"])
+def test_a_wrong_delay_is_refused(delay: str) -> None:
+    refuse("delay|latency", Laboratory, 2, "1gbit", delay)
+
+
+def test_hosts_share_the_cores() -> None:
     assert [cores_of(host, 2, [3, 4, 5, 6, 7]) for host in range(2)] == [[3, 4], [5, 6]]
     assert [cores_of(host, 4, [0, 1, 2, 3]) for host in range(4)] == [[0], [1], [2], [3]]
-    assert [cores_of(host, 4, [5, 7]) for host in range(4)] == [[5], [7], [5], [7]] and ranks_per_host(8, 4) == 2
+    assert [cores_of(host, 4, [5, 7]) for host in range(4)] == [[5], [7], [5], [7]]
+
+
+def test_hosts_share_the_ranks() -> None:
+    assert ranks_per_host(8, 4) == 2
     for ranks in (0, 3, 6, -4):
         refuse("a multiple of the 4 hosts", ranks_per_host, ranks, 4)
+
+
+def test_a_wrong_number_of_hosts_is_refused() -> None:
     for hosts in (-1, 0, 1, 65):
         refuse("^the number of hosts must be 2 to 64", Laboratory, hosts, "1gbit")
     for wrong in ("2", 2.5, True, None):
         refuse("^(the )?hosts must be a whole number from 2 to 64, not", Laboratory, wrong, "1gbit")
-    refuse("^the rate must be from 1mbit to 100gbit, such as 2.5gbit, not 100", Laboratory, 2, 100)
 
 
 def test_what_is_missing_is_one_message(monkeypatch: Patch) -> None:
@@ -95,15 +118,24 @@ def test_what_is_missing_is_one_message(monkeypatch: Patch) -> None:
         assert "Traceback" not in str(caught.value)
 
 
-def test_laboratories_that_start_and_end_together(monkeypatch: Patch, tmp_path: Path) -> None:
+@pytest.fixture
+def removed(monkeypatch: Patch, tmp_path: Path) -> list[int]:
+    """The numbers of the laboratories that are removed, of which number 7 is left over."""
     removed: list[int] = []
     monkeypatch.setattr(module, "LOCKS", tmp_path)
     monkeypatch.setattr(module, "remove", removed.append)
     (tmp_path / "7").write_text("")
+    return removed
+
+
+def test_a_left_over_laboratory_is_removed(removed: list[int], tmp_path: Path) -> None:
     (tmp_path / "8").symlink_to(tmp_path / "vanished")  # as if removed before it is opened
     module.remove_leftovers()
     assert removed == [7]
-    # the process ends its laboratory and makes another one before its old file is locked here
+
+
+def test_a_laboratory_in_use_is_not_removed(removed: list[int], monkeypatch: Patch, tmp_path: Path) -> None:
+    """Its process ends the old one and makes another one before the old file is locked here."""
     real = fcntl.flock
 
     def flock(file: Any, how: int) -> None:
@@ -113,9 +145,11 @@ def test_laboratories_that_start_and_end_together(monkeypatch: Patch, tmp_path: 
 
     monkeypatch.setattr(fcntl, "flock", flock)
     module.remove_leftovers()
-    monkeypatch.setattr(fcntl, "flock", real)
-    assert removed == [7], "a laboratory in use"
-    # another process looks at the file for a moment, or removes it
+    assert removed == []
+
+
+def test_a_file_that_another_process_removes_is_made_again(monkeypatch: Patch, tmp_path: Path) -> None:
+    """The other process looks at the file for a moment, or removes it."""
     path = tmp_path / "9"
     other = module.lock(path)
     assert other is not None
@@ -134,7 +168,16 @@ def test_laboratories_that_start_and_end_together(monkeypatch: Patch, tmp_path: 
     own.close()
 
 
-def test_sigterm_waits_while_hosts_are_removed_and_the_default_handler_returns() -> None:
+@pytest.fixture
+def default_handler() -> Iterator[None]:
+    """SIGTERM has its default handler before and after the test."""
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    yield
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@pytest.mark.usefixtures("default_handler")
+def test_sigterm_waits_while_hosts_are_removed() -> None:
     raised = RaisedSigterm()
     raised.install()
     with pytest.raises(SystemExit, match="143"):
@@ -144,17 +187,23 @@ def test_sigterm_waits_while_hosts_are_removed_and_the_default_handler_returns()
     with pytest.raises(SystemExit, match="143"):
         raised.restore()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    thread = threading.Thread(target=raised.install)
+
+
+@pytest.mark.usefixtures("default_handler")
+def test_another_thread_installs_no_handler_of_sigterm() -> None:
+    thread = threading.Thread(target=RaisedSigterm().install)
     thread.start()
     thread.join()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    try:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the user's own
-        raised.install()
-        raised.restore()
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@pytest.mark.usefixtures("default_handler")
+def test_the_users_own_handler_of_sigterm_is_kept() -> None:
+    raised = RaisedSigterm()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raised.install()
+    raised.restore()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
 
 
 def step(whole: float, update: float, wire: float, link: float) -> dict[str, float]:
@@ -163,33 +212,46 @@ def step(whole: float, update: float, wire: float, link: float) -> dict[str, flo
     return {"exchange": whole - update, "whole": whole, "until": whole, **sent, "link": link, **phases}
 
 
-def test_an_lstm_and_vgg16_are_measured_by_one_command() -> None:
+def test_the_command_knows_an_lstm_with_its_methods() -> None:
     assert {"lstm", "vgg16"} <= set(MODELS) and {"dense", "fp16", "2bit"} <= set(GRADIENTS)
+
+
+def test_the_work_of_an_lstm_has_its_loss() -> None:
     work = make_work("lstm", batch=1, image=0, rank=0)  # without a step, which takes long
     assert sum(p.numel() for p in work.model.parameters()) == 28869 * 651 + 3 * 8 * 650 * 651
     loss = work.loss(work.model)
     assert loss.isfinite() and loss.ndim == 0
 
 
-def test_rows_have_the_slowest_rank_the_median_step_and_nothing_that_is_sent_all_the_time() -> None:
+def test_a_row_has_the_median_step_of_the_slowest_rank() -> None:
     fast = [step(1.0, 0.25, 100, 110), step(2.0, 0.25, 100, 110), step(9.0, 0.25, 100, 110)]
     slow = [step(3.0, 0.75, 300, 310), step(1.5, 0.75, 300, 310), step(4.0, 0.75, 300, 310)]
     row: dict[str, Any] = row_of([fast, slow])
     assert (row["step_ms"], row["exchange_ms"]) == (3000.0, 2250.0)
     assert (row["wire_bytes"], row["link_bytes"]) == (200, 210) and row["phases_ms"]["step"] == 500.0
-    rows: dict[str, Any] = {
+
+
+def rows_of_a_link() -> dict[str, Any]:
+    return {
         "noop": {"step_ms": 10.0, "until_ms": 10.0, "link_bytes": 50.0, "machine_bytes": 0.0},
         "fp16": {"step_ms": 90.0, "until_ms": 100.0, "link_bytes": 1500.0, "machine_bytes": 1000.0},
         "dgc": {"step_ms": 30.0, "until_ms": 20.0, "link_bytes": 200.0, "machine_bytes": 125.0},
     }
-    each_step = {name: dict(row) for name, row in rows.items()}
+
+
+def test_the_bytes_that_a_link_carries_all_the_time_do_not_count() -> None:
+    rows = rows_of_a_link()
     add_network(rows, {"bits_per_second": 8e6}, "step_ms", lambda name: "noop", ("fp16", "absent"))
     assert [rows[name]["link_bytes"] for name in rows] == [0.0, 1000.0, 100.0]
     assert [rows[name]["link_over_meter"] for name in rows] == [None, 1.0, 0.8]
     assert [rows[name]["bound_ms"] for name in rows] == [0.0, 1.0, 0.125]
     assert (rows["dgc"]["faster"], rows["dgc"]["fewer"], rows["noop"]["fewer"]) == (3.0, 10.0, None)
-    add_network(each_step, {"bits_per_second": 8e6}, "step_ms", lambda name: "noop", (), per_step=("noop",))
-    assert [row["link_bytes"] for row in each_step.values()] == [0.0, 1450.0, 150.0]
+
+
+def test_a_link_with_bytes_in_each_step() -> None:
+    rows = rows_of_a_link()
+    add_network(rows, {"bits_per_second": 8e6}, "step_ms", lambda name: "noop", (), per_step=("noop",))
+    assert [row["link_bytes"] for row in rows.values()] == [0.0, 1450.0, 150.0]
 
 
 @pytest.mark.parametrize("variable", ["RANK", "OMPI_COMM_WORLD_RANK"])
@@ -253,7 +315,7 @@ def test_time_to_accuracy_is_that_of_the_first_epoch_that_reaches_it(capsys: pyt
     assert "seconds_to_reach" not in both and both["reached"] == "1 of 2"
     both = time_to_accuracy.row_of([fast, dense], [dense, dense], digits, target=97.6)
     assert (both["seconds_to_reach"], both["reached"]) == (11.5, "2 of 2")
-    # simulated seconds are those of the bytes
+    # simulated seconds follow from the bytes
     words = "--simulate --hosts 2 --rate 8mbit --epochs 1 --target 1 --methods fp16 -- --configs.model.width=4"
     assert time_to_accuracy.main(words.split()) == 0
     row = json.loads(capsys.readouterr().out.splitlines()[-1])["methods"]["fp16"]
@@ -380,28 +442,36 @@ def test_shapes_of_resnet50() -> None:
     assert [tuple(t.shape) for t in resnet50().values()] == expected
 
 
-def test_laws_load_without_pytest_and_training_without_numpy() -> None:
-    """They may be missing beside PyTorch for CUDA."""
-    laws = """
-        import torch, sys
-        sys.modules["pytest"] = None
-        from benchmarks._gpu_steps import laws
-        import dgc.kernels.selection.triton
-        assert len(list(laws(torch.device("cpu")))) > 60
-    """
-    training = """
-        import sys, warnings
-        sys.modules.update(dict.fromkeys(("numpy", "omegaconf")))
-        warnings.filterwarnings("ignore", "Failed to initialize NumPy")
-        import torch
-        import benchmarks.ddp_step, benchmarks._launches
-        import dgc.kernels as kernels
-        from benchmarks._gpu_steps import Training
-        kernels.use("reference")
-        Training(16, torch.device("cpu")).step()
-    """
-    for done in (run(laws, TRITON_INTERPRET="1"), run(training)):
-        assert done.returncode == 0, done.stderr[-3000:]
+LAWS_ALONE = """
+    import torch, sys
+    sys.modules["pytest"] = None
+    from benchmarks._gpu_steps import laws
+    import dgc.kernels.selection.triton
+    assert len(list(laws(torch.device("cpu")))) > 60
+"""
+TRAINING_ALONE = """
+    import sys, warnings
+    sys.modules.update(dict.fromkeys(("numpy", "omegaconf")))
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")
+    import torch
+    import benchmarks.ddp_step, benchmarks._launches
+    import dgc.kernels as kernels
+    from benchmarks._gpu_steps import Training
+    kernels.use("reference")
+    Training(16, torch.device("cpu")).step()
+"""
+
+
+def test_the_laws_load_without_pytest() -> None:
+    """It may be missing beside PyTorch for CUDA."""
+    done = run(LAWS_ALONE, TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_training_needs_no_numpy() -> None:
+    """It may be missing beside PyTorch for CUDA."""
+    done = run(TRAINING_ALONE)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_what_fails_or_is_late_does_not_stop_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -505,7 +575,7 @@ def test_the_exchange_with_checks_compares_the_means_of_all_ranks(monkeypatch: P
 
 @pytest.mark.timeout(600)
 @pytest.mark.proof
-def test_a_dry_run_with_torch_and_triton_alone(tmp_path: Path) -> None:
+def test_a_dry_run_without_other_packages_than_torch(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     absent = ("jaxtyping", "pytest", "torchvision", "horovod", "mpi4py")
     page = tmp_path / "gpu.md"

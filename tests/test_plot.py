@@ -75,9 +75,14 @@ def train(out: CsvLog, start: tuple[int, int], end: tuple[int, int]) -> CsvLog:
     return out
 
 
-def test_rows_columns_and_statistics(tmp_path: Path) -> None:
+@pytest.fixture
+def table_of_two_epochs(tmp_path: Path) -> list[dict[str, str]]:
     train(log(tmp_path), (0, 0), (2, 0)).close()
-    table = rows(tmp_path)
+    return rows(tmp_path)
+
+
+def test_a_row_has_the_columns_of_its_steps(table_of_two_epochs: list[dict[str, str]]) -> None:
+    table = table_of_two_epochs
     columns = {name: " ".join(row[name] for row in table) for name in table[0]}
     assert columns["Epoch"] == "0 0 0 0 0 1 1 1 1 1" and columns["itr"] == "0 3 6 7 -1 0 3 6 7 -1"
     assert columns["val"] == "-1 -1 -1 -1 60 -1 -1 -1 -1 61"
@@ -88,7 +93,10 @@ def test_rows_columns_and_statistics(tmp_path: Path) -> None:
     assert {row["weight"] for row in table} == {"0.5"} and table[1]["staleness"] == "1"
     for name in ("Loss", "avg:Loss", "Prec@1", "avg:Prec@1", "Prec@5", "avg:Prec@5"):
         assert table[4][name] == "-1" and float(table[3][name]) > 0
-    # times cover all epochs without their first two steps; losses cover one epoch, weighted by samples
+
+
+def test_times_cover_all_epochs_without_their_first_two_steps(table_of_two_epochs: list[dict[str, str]]) -> None:
+    table = table_of_two_epochs
     assert table[0]["avg:BT(s)"] == table[0]["std:BT(s)"] == "-1" and table[0]["BT(s)"] == "1"
     last, counted = table[-1], [seconds(epoch, itr) for epoch in (0, 1) for itr in range(2, PER_EPOCH)]
     mean, deviation = statistics.mean(counted), statistics.stdev(counted)
@@ -97,6 +105,10 @@ def test_rows_columns_and_statistics(tmp_path: Path) -> None:
     assert (last["avg:DT(s)"], last["std:DT(s)"]) == ("0.25", "0")
     every = [seconds(epoch, itr) for epoch in (0, 1) for itr in range(PER_EPOCH)]
     assert float(last["elapsed(s)"]) == pytest.approx(sum(every))
+
+
+def test_losses_cover_one_epoch_weighted_by_samples(table_of_two_epochs: list[dict[str, str]]) -> None:
+    table = table_of_two_epochs
     mean = sum(w * (9.0 - itr / 10) for itr, w in enumerate([32] * 7 + [8])) / 232
     assert float(table[-2]["avg:Loss"]) == pytest.approx(mean, rel=1e-5)
     assert table[5]["Loss"] == table[5]["avg:Loss"] == "9"
@@ -265,14 +277,20 @@ LABELS: dict[str, dict[str, Any]] = {
 }
 
 
-def test_labels_names_and_colours(tmp_path: Path) -> None:
+def test_a_name_has_what_tells_runs_apart(tmp_path: Path) -> None:
     runs = [read_run(write_run(tmp_path / name, ranks=n)) for name, n in (("a", 1), ("b", 2), ("c", 2))]
     assert names(runs[:1]) == ["SGP"] and names(runs[:2]) == ["SGP, 1 rank", "SGP, 2 ranks"]
     assert names(runs)[1:] == ["SGP, 2 ranks (b)", "SGP, 2 ranks (c)"]
-    path = tmp_path / "a"
-    for label, config in LABELS.items():
-        (path / "config.yaml").write_text(yaml.safe_dump({"train": config}))
-        assert read_run(path).label == label and read_run(path, "mine").label == "mine"
+
+
+@pytest.mark.parametrize("label", LABELS)
+def test_a_label_says_the_method(label: str, tmp_path: Path) -> None:
+    path = write_run(tmp_path / "a", ranks=1)
+    (path / "config.yaml").write_text(yaml.safe_dump({"train": LABELS[label]}))
+    assert read_run(path).label == label and read_run(path, "mine").label == "mine"
+
+
+def test_the_colours_of_methods() -> None:
     found = colours([(name, 0) for name in ("AR-SGD", "D-PSGD", "SGP", "OSGP", "AD-PSGD", "DGC", "DGC")])
     red, green, blue, other_blue, *cycle = found
     assert red[0] > max(red[1:3]) and green[1] > max(green[0], green[2])
@@ -345,7 +363,7 @@ def test_a_metric_that_is_no_accuracy(tmp_path: Path) -> None:
         check_comparable(runs)
 
 
-def test_the_direction_and_the_unit_of_a_metric(tmp_path: Path) -> None:
+def test_a_run_says_the_direction_of_its_metric(tmp_path: Path) -> None:
     settings = "from dgc_training.config import Config, configs\nfrom dgc_training.meters import TokenLoss\n"
     settings += "configs.train.meters = {'mine/{}': Config(TokenLoss)}\nconfigs.train.metric = 'mine/test'\n"
     (tmp_path / "loss.py").write_text(settings)
@@ -355,20 +373,29 @@ def test_the_direction_and_the_unit_of_a_metric(tmp_path: Path) -> None:
     (directory / "summary.json").unlink()
     (run,) = read_reported([str(directory)])
     assert run.lower_is_better and not run.unit
-    own = {"_target_": "dgc_training.meters.TopKClassMeter"}
-    for name, meters, summary, lower, unit in (
-        ("acc/test_top1", {"acc/{}_top1": own}, {}, False, "%"),
-        ("mine/test", {"other/{}": own}, {}, False, ""),
-        ("mine/test", {"mine/{}": own}, {}, False, "%"),
-        ("mine/test", {"mine/{}": own}, {"lower_is_better": True}, True, "%"),
-        ("mine/test", {"mine/{}": {"_target_": "dgc_training.meters.Perplexity"}}, {}, True, ""),
-        ("loss/test", {"loss/{}": {"_target_": "absent.Meter"}}, {}, True, ""),
-        ("translation/test_nll", None, {}, True, ""),
-        ("translation/test_bleu", None, {}, False, ""),
-        ("translation/test_exact_match", None, {}, False, "%"),
-    ):
-        config = {"train": {"metric": name, "meters": meters}}
-        assert (is_lower_better(config, summary), unit_of(config, summary)) == (lower, unit), (name, meters)
+
+
+OWN_METER = {"_target_": "dgc_training.meters.TopKClassMeter"}
+METRICS: list[tuple[str, Any, dict[str, Any], bool, str]] = [
+    ("acc/test_top1", {"acc/{}_top1": OWN_METER}, {}, False, "%"),
+    ("mine/test", {"other/{}": OWN_METER}, {}, False, ""),
+    ("mine/test", {"mine/{}": OWN_METER}, {}, False, "%"),
+    ("mine/test", {"mine/{}": OWN_METER}, {"lower_is_better": True}, True, "%"),
+    ("mine/test", {"mine/{}": {"_target_": "dgc_training.meters.Perplexity"}}, {}, True, ""),
+    ("loss/test", {"loss/{}": {"_target_": "absent.Meter"}}, {}, True, ""),
+    ("translation/test_nll", None, {}, True, ""),
+    ("translation/test_bleu", None, {}, False, ""),
+    ("translation/test_exact_match", None, {}, False, "%"),
+]
+
+
+@pytest.mark.parametrize(("name", "meters", "summary", "lower", "unit"), METRICS)
+def test_a_metric_has_a_direction(name: str, meters: Any, summary: Any, lower: bool, unit: str) -> None:
+    config = {"train": {"metric": name, "meters": meters}}
+    assert (is_lower_better(config, summary), unit_of(config, summary)) == (lower, unit)
+
+
+def test_the_metric_of_a_run_that_names_none() -> None:
     assert (is_lower_better({}, {}), unit_of({}, {}), metric_of({}, {})) == (False, "%", "top-1 accuracy")
 
 

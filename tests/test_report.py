@@ -95,23 +95,33 @@ def test_the_results_of_two_runs(runs: dict[str, Path], tmp_path: Path) -> None:
     assert len(marks) == 3 * 9 and len(set(marks)) == 9
 
 
-def test_the_curves_and_times_of_a_run(runs: dict[str, Path], tmp_path: Path, capsys: Printed) -> None:
+def test_the_times_of_a_run(runs: dict[str, Path]) -> None:
     (run,) = read_reported([str(runs["dgc"])])
-    summary, final = run.summary, pytest.approx(run.summary["final"][METRIC], abs=1e-4)
-    assert len(run.quality) == 2 and run.quality[-1] == final
-    assert run.traffic.steps[-1] == 16 and run.seconds is not None and 0 < run.seconds < summary["seconds"]
+    assert run.traffic.steps[-1] == 16 and run.seconds is not None and 0 < run.seconds < run.summary["seconds"]
     assert list(run.phases) == list(PHASES) and min(run.phases.values()) >= 0
     assert sum(run.phases.values()) == pytest.approx(run.seconds / 16, rel=1e-3)
     assert run.phases["forward_backward"] > 0 and run.phases["compress"] > 0
-    # what was counted in a phase of its own and in forward_backward is shown once
+
+
+def test_the_quality_of_a_run(runs: dict[str, Path]) -> None:
+    (run,) = read_reported([str(runs["dgc"])])
+    assert len(run.quality) == 2
+    assert run.quality[-1] == pytest.approx(run.summary["final"][METRIC], abs=1e-4)
+
+
+def test_what_two_phases_counted_is_shown_once() -> None:
+    """It was counted in a phase of its own and in forward_backward."""
     logged = dict.fromkeys(PHASES, 0.0) | {"forward_backward": 6.0, "compress": 3.0, "step": 2.0}
     for step, once, other in ((10.0, 5.0, 0.0), (12.0, 6.0, 1.0)):
         assert disjoint(logged, step=step) == logged | {"forward_backward": once, "other": other}
-    # the plots of a run without CSV files
-    plotted = plot.read(str(runs["dgc"]))
+
+
+def test_the_plots_of_a_run_without_csv_files(runs: dict[str, Path], tmp_path: Path, capsys: Printed) -> None:
+    plotted, summary = plot.read(str(runs["dgc"])), json.loads((runs["dgc"] / "summary.json").read_text())
     assert (plotted.label, plotted.ranks, plotted.batch) == ("DGC", 2, 90) and plotted.training.y == []
     curve = plotted.validation
-    assert curve.steps == [8, 16] and plotted.loss.steps[-1] == 16 and curve.y[-1] == final
+    assert curve.steps == [8, 16] and plotted.loss.steps[-1] == 16
+    assert curve.y[-1] == pytest.approx(summary["final"][METRIC], abs=1e-4)
     assert curve.wire[-1] == pytest.approx(summary["wire_bytes"], rel=1e-6)
     assert 0 < curve.seconds[0] < curve.seconds[1] < summary["seconds"]
     assert plot.main([str(runs["dgc"]), "--out", str(tmp_path), "--formats", "svg"]) == 0
@@ -148,7 +158,7 @@ def test_an_unfinished_run(runs: dict[str, Path], tmp_path: Path, capsys: Printe
     page([run])
 
 
-def test_settings_and_warnings_are_escaped(runs: dict[str, Path], tmp_path: Path) -> None:
+def test_what_a_user_wrote_is_escaped(runs: dict[str, Path], tmp_path: Path) -> None:
     """And what looks like a formula of TeX is none."""
     evil, directory = "<script>alert('$x$ &')</script>", copy(runs["dgc"], tmp_path / "<b>")
     tree = yaml.safe_load((directory / "config.yaml").read_text())
@@ -157,7 +167,9 @@ def test_settings_and_warnings_are_escaped(runs: dict[str, Path], tmp_path: Path
     text = page(read_reported([f"{evil}={directory}", str(runs["dense"])]), [evil])
     assert "<script" not in text and "<b>/" not in text and "/<b>" not in text
     assert by_name(text)["train.kernels"] == [evil, "auto"] and evil in by_name(text)
-    # the same runs give the same file
+
+
+def test_the_same_runs_give_the_same_file(runs: dict[str, Path], tmp_path: Path) -> None:
     words = [str(run) for run in runs.values()]
     assert [main([*words, "--out", str(tmp_path / "new" / name)]) for name in "ab"] == [0, 0]
     text, again = ((tmp_path / "new" / name).read_text() for name in "ab")
@@ -165,7 +177,9 @@ def test_settings_and_warnings_are_escaped(runs: dict[str, Path], tmp_path: Path
     ids = re.findall(r'\bid="([^"]+)"', text)
     assert len(ids) == len(set(ids)) and set(re.findall(r'(?:url\(#|href="#)([^)"]+)', text)) <= set(ids)
     assert not re.search(r"#0e0f\w\w", text) and "https:" not in re.sub(r'xmlns\S*="[^"]*"', "", text)
-    # settings that differ
+
+
+def test_settings_that_differ_are_listed(runs: dict[str, Path]) -> None:
     base, other, bare = read_reported([str(runs["dgc"])] * 3)
     other.config, bare.config = json.loads(json.dumps(base.config)), {}
     assert differing_settings([base, other, bare]) == []
@@ -452,7 +466,7 @@ def test_strange_values_are_shown_as_text(tmp_path: Path, capsys: Printed) -> No
     assert_harmless(Path(words[0], "report.html").read_text(encoding="utf-8"))
 
 
-def test_no_runs_and_files_that_may_not_be_read(tmp_path: Path, capsys: Printed, monkeypatch: Patch) -> None:
+def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: Printed) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
     run, page = made(tmp_path / "run"), tmp_path / "page"
@@ -464,48 +478,65 @@ def test_no_runs_and_files_that_may_not_be_read(tmp_path: Path, capsys: Printed,
         assert message in line and (ascii(name)[1:-1] in ascii(line) or not name.isprintable())
         assert not page.exists()
     assert str(tmp_path / "empty") in refused(capsys, run, "--out", tmp_path / "empty")
-    read = Path.read_text
-    for name in ("summary.json", "config.yaml", LOG):
-
-        def denied(path: Path, *given: Any, name: str = name, **options: Any) -> str:
-            if path == run / name:
-                raise PermissionError(13, "Permission denied", str(path))
-            return read(path, *given, **options)
-
-        monkeypatch.setattr(Path, "read_text", denied)
-        assert f"{run / name} cannot be read: Permission denied" in refused(capsys, run)
-    monkeypatch.undo()
-    shutil.rmtree(run / "csv")
-    (run / "csv").write_text("")
-    (run / "config.yaml").unlink()
-    assert f"{run} has neither CSV files" in refused(capsys, run)
     with pytest.raises(SystemExit):
         main([])
 
 
-def test_a_folder_of_runs_stands_for_its_runs_and_what_has_none_is_left_out(
-    tmp_path: Path, capsys: Printed
+@pytest.mark.parametrize("name", ["summary.json", "config.yaml", LOG])
+def test_a_file_that_may_not_be_read_is_named(
+    name: str, tmp_path: Path, capsys: Printed, monkeypatch: Patch
 ) -> None:
+    run, read = made(tmp_path / "run"), Path.read_text
+
+    def denied(path: Path, *given: Any, **options: Any) -> str:
+        if path == run / name:
+            raise PermissionError(13, "Permission denied", str(path))
+        return read(path, *given, **options)
+
+    monkeypatch.setattr(Path, "read_text", denied)
+    assert f"{run / name} cannot be read: Permission denied" in refused(capsys, run)
+
+
+def test_a_run_with_neither_csv_files_nor_settings_is_refused(tmp_path: Path, capsys: Printed) -> None:
+    run = made(tmp_path / "run")
+    shutil.rmtree(run / "csv")
+    (run / "csv").write_text("")
+    (run / "config.yaml").unlink()
+    assert f"{run} has neither CSV files" in refused(capsys, run)
+
+
+@pytest.fixture
+def folder_of_runs(tmp_path: Path) -> list[str]:
+    """What lies in a folder with four runs, two of which have the same name."""
     for name in ("demo/dense", "demo/dgc", "deeper/demo/dgc", "one"):
         made(tmp_path / "runs" / name)
     (tmp_path / "runs/plots").mkdir()
     (tmp_path / "runs/report.html").touch()
-    everything = sorted(map(str, (tmp_path / "runs").iterdir()))
-    assert main([*everything, "--out", str(tmp_path / "page.html")]) == 0
+    return sorted(map(str, (tmp_path / "runs").iterdir()))
+
+
+def test_what_has_no_run_is_left_out(folder_of_runs: list[str], tmp_path: Path, capsys: Printed) -> None:
+    assert main([*folder_of_runs, "--out", str(tmp_path / "page.html")]) == 0
     printed = capsys.readouterr()
     assert printed.out.endswith("page.html: 4 runs\n")
     for name in ("plots", "report.html"):
         assert f"report: {tmp_path / 'runs' / name} has no run and is left out" in printed.err
-    # equal names of folders are told apart
+
+
+def test_equal_names_of_folders_are_told_apart(folder_of_runs: list[str]) -> None:
     with pytest.warns(UserWarning, match="has no run"):
-        names = [run.name for run in read_reported(find_runs(everything))]
+        names = [run.name for run in read_reported(find_runs(folder_of_runs))]
     folders = ("deeper/demo/dgc", "runs/demo/dense", "runs/demo/dgc", "one")
     assert len({*names}) == 4 and all(name.endswith(f"{end})") for name, end in zip(names, folders, strict=True))
+
+
+@pytest.mark.usefixtures("folder_of_runs")
+def test_a_label_of_a_folder_is_the_label_of_its_run(tmp_path: Path, capsys: Printed) -> None:
     assert [run.name for run in read_reported(find_runs([f"mine={tmp_path / 'runs/deeper'}"]))] == ["mine"]
     assert "demo has 2 runs; give each its own label" in refused(capsys, f"mine={tmp_path / 'runs/demo'}")
 
 
-def test_labels_of_bars_are_short_and_distinct() -> None:
+def test_short_labels_of_bars_differ() -> None:
     same = [f"{'DGCCompressor, 0.1 %, ' * 3}on {ranks} ranks" for ranks in (2, 4)]
     labels = shortened([*same, "dense"])
     assert len({*labels}) == 3 and max(map(len, labels)) <= 40 and labels[2] == "dense"

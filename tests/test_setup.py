@@ -180,29 +180,33 @@ def test_the_compiler_is_the_one_asked_for_then_that_of_the_machine(tmp_path: Pa
             choose()
 
 
-def test_zig_is_fetched_for_an_sdist_and_where_there_is_no_compiler(tmp_path: Path, monkeypatch: Patch) -> None:
-    """Only there: a checkout with a compiler needs no download of 90 MB."""
+@pytest.mark.parametrize(
+    ("has_compiler", "is_sdist", "variable", "is_fetched"),
+    [
+        (True, False, "NONE=", False),
+        (False, False, "NONE=", True),
+        (True, True, "NONE=", True),
+        (True, True, "CXX=g++", False),
+        (True, True, "DGC_NATIVE=0", False),
+    ],
+)
+def test_zig_is_fetched_where_no_compiler_fits(
+    has_compiler: bool, is_sdist: bool, variable: str, is_fetched: bool, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """For an sdist, or without a compiler: a checkout with a compiler needs no download of 90 MB."""
     backend = runpy.run_path(str(REPOSITORY / "tools/wheels/backend.py"))
     monkeypatch.setattr(backend["build_meta"], "get_requires_for_build_wheel", lambda settings: ["wheel"])
     monkeypatch.setattr(backend["platform"], "machine", lambda: "x86_64")
     monkeypatch.chdir(tmp_path)
-    requires, zig = backend["get_requires_for_build_wheel"], backend["ZIG"]
-    compiler, sdist = tmp_path / "c++", tmp_path / "PKG-INFO"
     monkeypatch.setenv("PATH", str(tmp_path))
     for name in ("CXX", "DGC_NATIVE"):
         monkeypatch.delenv(name, raising=False)
-    for files, variable, needed in (
-        ([compiler], "NONE=", ["wheel"]),
-        ([], "NONE=", ["wheel", zig]),
-        ([compiler, sdist], "NONE=", ["wheel", zig]),
-        ([compiler, sdist], "CXX=g++", ["wheel"]),
-        ([compiler, sdist], "DGC_NATIVE=0", ["wheel"]),
-    ):
-        for file in (compiler, sdist):
-            file.touch(mode=0o755) if file in files else file.unlink(missing_ok=True)
-        with monkeypatch.context() as patch:
-            patch.setenv(*variable.split("="))
-            assert requires() == needed
+    if has_compiler:
+        (tmp_path / "c++").touch(mode=0o755)
+    if is_sdist:
+        (tmp_path / "PKG-INFO").touch()
+    monkeypatch.setenv(*variable.split("="))
+    assert backend["get_requires_for_build_wheel"]() == ["wheel", *[backend["ZIG"]] * is_fetched]
 
 
 def test_a_wheel_without_kernels_is_for_every_platform(tmp_path: Path) -> None:

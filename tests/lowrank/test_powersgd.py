@@ -264,7 +264,7 @@ def test_errors_are_loaded_in_other_buckets(settings: Any) -> None:
     second.step(3)
 
 
-# The factors of a square are those of a bucket.
+# The factors of a square are the factors of a bucket.
 WARM = {k: v for k, v in MODES.items() if v.get("mode") != "square" and v.get("warm_start", True)}
 warm_modes = pytest.mark.parametrize("settings", WARM.values(), ids=WARM)
 

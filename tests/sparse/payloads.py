@@ -32,7 +32,7 @@ CODEC = Codec()
 
 
 def formats_for(number: Any) -> Any:
-    """Of a case of this number all formats of indices, with those of values in turn; of the first all pairs."""
+    """Of a case of this number all formats of indices, with formats of values in turn; of the first all pairs."""
     if number == 0:
         return FORMATS
     values = list(VALUES)
@@ -81,7 +81,7 @@ def decode(form: Any, payloads: Any, budget: Any, numel: Any, codec: Any = CODEC
 
 
 def seal_(payload: Any) -> None:
-    """Make the checksum that of the bytes, as a sender would that does not know better."""
+    """Make the checksum fit the bytes, as a sender would that does not know better."""
     total = sum(int(w) * (2 * i + 1) for i, w in enumerate(payload.view(torch.int64).tolist()))
     total -= 3 * (int(payload[8:12].view(torch.int32)) & 0xFFFFFFFF)
     folded = ((total >> 32) ^ total) & 0xFFFFFFFF ^ 0x44474331

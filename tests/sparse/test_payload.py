@@ -360,7 +360,7 @@ def send(indices: Any, support: Any, numel: Any) -> Any:
 
 
 def test_the_planned_length_of_packed_codes_is_about_a_deviation_above_the_mean() -> None:
-    """The mean of ten; the planned deviation is about that of one."""
+    """The mean of ten; the planned deviation is about the deviation of one."""
     numel, capacity = 200_000, 2000
     room = 8 * plan_packed(capacity, numel).nbytes
     supports = [selection_of(scattered(numel, capacity, seed)) for seed in range(10)]
