@@ -153,12 +153,16 @@ class Whole:
             self.states.add(bucket, 1, 0)
 
     def step(self, gradients: Sequence[Tensor]) -> list[Result]:
+        results = self.reduce(gradients)
+        check_reports(results)
+        return results
+
+    def reduce(self, gradients: Sequence[Tensor]) -> list[Result]:
+        """Do the step but for the read at its end."""
         for bucket, flat in zip(self.buckets, gradients, strict=True):
             for i, part in enumerate(flat.split([segment.numel for segment in bucket.segments])):
                 bucket.use_gradient(i, part)
-        results = [alone(self.states.reduce(bucket)) for bucket in self.buckets]
-        check_reports(results)
-        return results
+        return [alone(self.states.reduce(bucket)) for bucket in self.buckets]
 
 
 class Training:
@@ -428,38 +432,56 @@ def bytes_of_dgc(layout: Sequence[Sequence[Segment]], form: SparseFormat, ratio:
     return launches.moved
 
 
-MOST_CALLS = 350  # of the payload of 4 buckets, of Python and of C
+MOST_CALLS = 350  # of Python and C, of PAYLOAD
+PAYLOAD = "DGC: gradient in, payload out"
 
 
-def host_cost(repeats: int = 200) -> dict[str, Any]:
-    """Return milliseconds of a core, and calls of Python and C, of DGC's payload without its launches.
-
-    Of ResNet-50's gradients in buckets of 25 MB, on the device "meta". A call from C, such as a mapped one, does
-    not count.
-    """
-    layout = step_overhead.plan_buckets(step_overhead.resnet50())
+def host_steps() -> dict[str, Do]:
+    """Steps of ResNet-50's gradients in 4 buckets of 25 MB on the device "meta", without the read at their end."""
+    layout, meta = step_overhead.plan_buckets(step_overhead.resnet50()), torch.device("meta")
     form = FORMATS["fp16 values, int32 indices"]
     ours = Ours("triton", Predicted(), layout, 0.001, 0.9, form, "meta")
-    gradients = [torch.empty(sum(sizes), device="meta") for sizes in ours.sizes]
+    gradients = [torch.empty(sum(sizes), device=meta) for sizes in ours.sizes]
+    shapes = [[segment.shape for segment in bucket] for bucket in layout]
+    methods: dict[str, Make] = {
+        "DGC: gradient in, mean out": partial(make_dgc, 0.001, values="fp16", indices="int32"),
+        "DGC, sign and Rice": partial(make_dgc, 0.001, values="sign", indices="rice"),
+        "PowerSGD, rank 4": lambda: compression.PowerSGDCompressor(4, 0),
+    }
+    wholes = {name: partial(Whole(make(), shapes, meta).reduce, gradients) for name, make in methods.items()}
+    return {PAYLOAD: partial(ours.step, gradients), **wholes}
+
+
+def host_cost(step: Do, repeats: int) -> dict[str, Any]:
+    """Return milliseconds of a core, and calls of Python and C, of a step with launches replaced by nothing.
+
+    A call from C, such as a mapped one, does not count.
+    """
     calls, times = Counter[str](), list[float]()
 
     def note(frame: Any, event: str, argument: Any) -> None:
         calls[event] += 1
 
+    for _ in range(6):  # tables are made, also of PowerSGD's other half step
+        step()
+    for _ in range(repeats):
+        start = time.process_time()
+        step()
+        times.append(1e3 * (time.process_time() - start))
+    sys.setprofile(note)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return {"ms": median(times), "calls": calls["call"] + calls["c_call"]}
+
+
+def host_costs(names: Sequence[str] = (), repeats: int = 100) -> dict[str, dict[str, Any]]:
+    """Return the costs of steps by name, by default of all."""
     nothing = patch.object(Launcher, "__call__", lambda *arguments: None)
     with nothing, patch.object(kernels, "_asked", "triton"):
-        for _ in range(5):  # tables are made
-            ours.step(gradients)
-        for _ in range(repeats):
-            start = time.process_time()
-            ours.step(gradients)
-            times.append(1e3 * (time.process_time() - start))
-        sys.setprofile(note)
-        try:
-            ours.step(gradients)
-        finally:
-            sys.setprofile(None)
-    return {"buckets": len(layout), "ms": median(times), "calls": calls["call"] + calls["c_call"]}
+        steps = host_steps()
+        return {name: host_cost(steps[name], repeats) for name in names or steps}
 
 
 TESTS = ROOT / "tests" / "kernels"
@@ -859,12 +881,9 @@ def print_bytes() -> dict[str, Any]:
     return table.rows
 
 
-def print_host_cost() -> dict[str, Any]:
-    cost = host_cost()
-    print(
-        f"host, DGC's payload of {cost['buckets']} buckets: {cost['ms']:.2f} ms, {cost['calls']} calls", flush=True
-    )
-    return cost
+def print_host_costs() -> dict[str, Any]:
+    table = Table("host, 4 buckets", 32, [("ms", "ms", "9.2f"), ("calls", "calls", "9d")], host_costs())
+    return table.rows
 
 
 def work(settings: dict[str, Any]) -> dict[str, Any]:

@@ -109,7 +109,7 @@ def main(words: Iterable[str] | None = None) -> int:
 
     if args.launches:
         found = {"launches": steps.print_launches(device), "bytes": steps.print_bytes()}
-        found["host"] = steps.print_host_cost()
+        found["host"] = steps.print_host_costs()
         print_json({"benchmark": "gpu", **versions, **found})
         return 0
     parts, title = steps.Parts(args.minutes), f"{name}; PyTorch {torch.__version__}, Triton {triton.__version__}"

@@ -444,13 +444,16 @@ NOWHERE: Place = (0, 0, 0)
 
 def in_one(factors: Sequence[Factor]) -> tuple[Tensor, list[Place]]:
     """Return a tensor that holds all factors, and their places in it. They are copied if they lie in several."""
-    memory = factors[0].untyped_storage().data_ptr()
-    if any(x.untyped_storage().data_ptr() != memory or x.stride(2) != 1 for x in factors):
-        whole, copies = consecutive([(len(x), x.shape[1], x.shape[2]) for x in factors], factors[0].device)
+    # mostly by functions that run in C, because there may be a hundred factors
+    strides = list(map(Tensor.stride, factors))
+    memory = set(map(torch.UntypedStorage.data_ptr, map(Tensor.untyped_storage, factors)))
+    if len(memory) > 1 or any(inner != 1 for _, _, inner in strides):
+        whole, copies = consecutive([(x.shape[0], x.shape[1], x.shape[2]) for x in factors], factors[0].device)
         torch.cat([x.reshape(-1) for x in factors], out=whole)
-        factors = copies
+        factors, strides = copies, list(map(Tensor.stride, copies))
     whole = factors[0].as_strided((factors[0].untyped_storage().nbytes() // 4,), (1,), 0)
-    return whole, [(int(x.storage_offset()), x.stride(0), x.stride(1)) for x in factors]
+    places = map(int, map(Tensor.storage_offset, factors))
+    return whole, [(place, outer, row) for place, (outer, row, _) in zip(places, strides, strict=True)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -509,16 +512,17 @@ class TritonLowRank(LowRank):
         return self._gather(partial, batches, even, cast, None, None)
 
     def orthonormal(self, xs: Factors, whole: bool, epsilon: float, key: int) -> Factors:
-        shapes = [(len(x), x.shape[1], x.shape[2]) for x in xs]
+        shapes = [(x.shape[0], x.shape[1], x.shape[2]) for x in xs]
         alone = [whole and r == 1 for _, r, _ in shapes]
         given = [x.reshape(1, 1, -1) if one else x for x, one in zip(xs, alone, strict=True)]
         x, places = in_one(given)
         out, bases = consecutive(shapes, x.device)
-        sizes = tuple(
-            (*place, *part.shape[1:], int(one), basis.storage_offset())
-            for place, part, one, basis in zip(places, given, alone, bases, strict=True)
-        )
-        counts = list(map(len, given))
+        begins = map(Tensor.storage_offset, bases)
+        sizes = [
+            (*place, *part.shape[1:], int(one), begin)
+            for place, part, one, begin in zip(places, given, alone, begins, strict=True)
+        ]
+        counts = [part.shape[0] for part in given]
         programs = on_device((0, *accumulate(counts)), torch.int64, x.device)
         table = on_device(tuple(chain.from_iterable(sizes)), torch.int64, x.device)
         rows = triton.next_power_of_2(max(r for _, r, _ in shapes))
