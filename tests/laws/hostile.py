@@ -91,6 +91,8 @@ def damages_of(value: Any) -> dict[str, Callable[[Any], Any]]:
         return {**NUMBERS, **TENSORS} if value.is_floating_point() and value.numel() else TENSORS
     if value is None:  # a number may be valid there
         return {"text": lambda x: "None", "a tensor": lambda x: torch.zeros(3)}
+    if isinstance(value, float):  # as another number may be
+        return {kind: damage for kind, damage in OTHERS.items() if kind != "a number"}
     return COUNTS if isinstance(value, int) and not isinstance(value, bool) else OTHERS
 
 
