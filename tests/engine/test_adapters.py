@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from sharding import fsdp, fully_shard
 from states import assert_equal
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from dgc import ddp, fsdp
+from dgc import ddp
 from dgc.aggregate import Config, PowerSGD, optimizer_step
 from dgc.comm.torch_distributed import connect
 from dgc.comm.transport import Transport

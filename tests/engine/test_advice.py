@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from optim import nets
+from sharding import fsdp, fully_shard
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from dgc import compression as methods
-from dgc import contrib, ddp, fsdp
+from dgc import contrib, ddp
 from dgc.comm.torch_distributed import connect
 from dgc.comm.transport import Transport
 from dgc.local import Nesterov, OuterSteps

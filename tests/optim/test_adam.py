@@ -193,7 +193,9 @@ def test_a_run_of_adamw_goes_on() -> None:
         nets.assert_same(other, model)
     assert after.exchanges_momentum
     del saved["state"][0]["step"]
-    others = (adamw(model, amsgrad=True), torch.optim.Adam(model.parameters(), weight_decay=0.1))
+    others = [adamw(model, amsgrad=True), torch.optim.Adam(model.parameters(), weight_decay=0.1)]
+    if "decoupled_weight_decay" not in others[1].defaults:  # before torch 2.7 its state is like one of AdamW
+        others.pop()
     loaded, sgd = partial(partial, after.load_state_dict), nets.momentum_sgd(model)
     check_refusals(
         *((loaded(other.state_dict()), "from AdamW without amsgrad and maximize") for other in others),

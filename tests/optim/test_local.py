@@ -275,7 +275,7 @@ def test_a_part_of_the_model_is_saved_without_the_rest(transport: Any, average_m
         saved = io.BytesIO()
         torch.save(module.state_dict(), saved)
         saved.seek(0)
-        tensors = torch.load(saved)
+        tensors = torch.load(saved, weights_only=True)
         assert [tensor.untyped_storage().nbytes() for tensor in tensors.values()] == [4 * 27, 4 * 3]
         assert torch.equal(torch.cat([tensor.flatten() for tensor in tensors.values()]), own.z[63:93])
     states = own.optimizer.state_dict()["state"].values()
