@@ -309,7 +309,7 @@ def test_no_file_lends_its_instructions_to_others(tmp_path: Path) -> None:
 def test_addresses_are_taken_in_few_places_alone() -> None:
     root = Path(build.__file__).parent
     found = {str(path.relative_to(root)): path.read_text().count("data_ptr") for path in root.rglob("*.py")}
-    expected = {"library.py": 2, "launch.py": 1, "lowrank/triton.py": 2}
+    expected = {"library.py": 2, "launch.py": 3, "lowrank/triton.py": 1}
     assert {name: count for name, count in found.items() if count} == expected
 
 
