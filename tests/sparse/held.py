@@ -1,14 +1,15 @@
 """A memory with the states of its buckets, used as a compressor uses it."""
 
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from dgc.comm.requests import Conversation
 from dgc.core.bucket import Bucket, make_bucket
-from dgc.core.protocol import Compressor
+from dgc.core.protocol import Compressor, Reduced
+from dgc.core.state import State
 from dgc.engine.state import BucketStates
 from dgc.kernels import PassInputs, SparseVector
 from dgc.memory import Memory
@@ -22,11 +23,28 @@ def bucket_of(name: str = "b", seed: int = 0, dtype: Any = torch.float32, **shap
     return bucket
 
 
+class OfMemory(Compressor):
+    """The states of a memory alone, under its name."""
+
+    def __init__(self, memory: Memory):
+        self.memory = memory
+
+    @property
+    def class_name(self) -> str:
+        return type(self.memory).__name__
+
+    def init(self, bucket: Bucket, size: int, rank: int) -> State:
+        return self.memory.init(bucket, size, rank)
+
+    def reduce(self, bucket: Bucket, state: Any) -> Conversation[Reduced]:
+        raise NotImplementedError
+
+
 class Held(BucketStates):
     """The steps of one rank. `rollback` undoes what was sent since the last pass."""
 
     def __init__(self, memory: Memory):
-        super().__init__(cast(Compressor, SimpleNamespace(init=memory.init, class_name=type(memory).__name__)))
+        super().__init__(OfMemory(memory))
         self.memory = memory
 
     def plan(self, bucket: Bucket) -> None:
