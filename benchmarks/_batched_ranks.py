@@ -7,7 +7,8 @@ is limited by the number of its operations, each of which takes the host some mi
   Every matrix product is one of all ranks.
 - Gradients that are compressed: the ranks' models are equal after each step, so one model and one optimizer are
   enough. The compressors of all ranks talk in lockstep, in this thread.
-- Models that are exchanged: each rank has its own, and its own `LocalOptimizer`. Their steps are not batched.
+- Models that are exchanged: each rank has its own, and its own `LocalOptimizer`.
+- Muon: the matrices of one shape, of all layers and ranks, are iterated as one batch.
 
 It keeps no checkpoints.
 """
@@ -16,7 +17,7 @@ import math
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -24,12 +25,16 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.optim import Optimizer
+from torch.optim import AdamW, Optimizer
 
 from dgc.comm.lockstep import LockstepTransport, LockstepWorld
 from dgc.comm.meter import TrafficMeter
 from dgc.engine.exchange import ExchangeSettings, GradientPlan, plan_gradients
 from dgc.gossip.model import FlatModel
+from dgc.optim import MuonWithAdamW
+from dgc.optim.muon import NS
+from dgc.optim.muon import _scale as scale_of
+from dgc.optim.muon_rule import rows_of
 from dgc_training.data import PassSampler
 from dgc_training.random_state import seed_everything
 from dgc_training.schedule import Schedule, scale_learning_rate
@@ -93,6 +98,71 @@ def evaluate(call: FromVector, vector: Tensor, rows: EvaluationRows) -> float:
     return total / count / math.log(2)
 
 
+def nothing(*_: object) -> None:
+    """In place of the step of an optimizer whose step was taken, and whose gradients are replaced."""
+
+
+def newton_schulz(u: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """`dgc.optim.muon.newton_schulz` of each matrix of a stack [matrices, A, B]."""
+    (a, b, c), is_tall = group["ns_coefficients"], u.shape[1] > u.shape[2]
+    y = u.mT if is_tall else u
+    y = y / y.norm(dim=(1, 2), keepdim=True).clamp(min=group["eps"])
+    for _ in range(group["ns_steps"]):
+        k = y @ y.mT
+        y = torch.baddbmm(y, torch.baddbmm(k, k, k, beta=b, alpha=c), y, beta=a)
+    return y.mT if is_tall else y
+
+
+class JointMuon:
+    """Takes the steps of one `MuonWithAdamW`, or of those of all ranks, at the rates of the first one.
+
+    It keeps the momenta and moments itself. The others keep the settings alone.
+    """
+
+    def __init__(self, optimizers: Sequence[MuonWithAdamW]):
+        self._muon, self._followed, adamw = [], [], []
+        for groups in zip(*(optimizer.param_groups for optimizer in optimizers), strict=True):
+            group, params = groups[0], [p for each in groups for p in each["params"]]
+            if group["muon"]:
+                self._muon.append((group, params, [torch.zeros_like(p) for p in params], places(params, group)))
+            else:
+                self._followed.append(group)
+                adamw.append({**group, "params": params})
+        self._adamw = AdamW(adamw)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for own, group in zip(self._adamw.param_groups, self._followed, strict=True):
+            own["lr"] = group["lr"]
+        self._adamw.step()
+        for group, params, momenta, by_shape in self._muon:
+            lr, mu, gradients = float(group["lr"]), group["momentum"], [p.grad for p in params]
+            torch._foreach_lerp_(momenta, gradients, 1 - mu)
+            whole = torch._foreach_lerp(gradients, momenta, mu) if group["nesterov"] else momenta
+            torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
+            for shape, (matrices, slices) in by_shape.items():
+                u = torch.stack([whole[i] if at is None else whole[i][at] for i, at in slices])
+                steps = newton_schulz(u.to(NS[group["ns_precision"]]), group).float() * scale_of(shape, group)
+                torch._foreach_add_(matrices, list(steps.unbind()), alpha=-lr)
+
+
+Places = dict[torch.Size, tuple[list[Tensor], list[tuple[int, slice | None]]]]
+
+
+def places(params: Sequence[Tensor], group: Mapping[str, Any]) -> Places:
+    """By shape, the matrices in parameters, and where each is: a number of a parameter and its rows. None: all."""
+    found: Places = {}
+    for i, p in enumerate(params):
+        sizes, first = rows_of(p.shape, group["parts"]), 0
+        for size in sizes:
+            matrix = p.detach()[first : first + size]
+            matrices, slices = found.setdefault(matrix.shape, ([], []))
+            matrices.append(matrix)
+            slices.append((i, None if len(sizes) == 1 else slice(first, first + size)))
+            first += size
+    return found
+
+
 class Ranks(ABC):
     """Models and optimizers of simulated ranks.
 
@@ -141,6 +211,8 @@ class Replicas(Ranks):
         self.parameters, self.flat = [p for _, p in named], FlatModel(named)
         self.optimizer = self.optimizer_of(model, settings)
         self.optimizers = [self.optimizer]
+        joint = JointMuon([self.optimizer]) if isinstance(self.optimizer, MuonWithAdamW) else None
+        self.take = self.optimizer.step if joint is None else joint.step
 
         def plan(transport: LockstepTransport) -> GradientPlan:
             exchange = ExchangeSettings(build_method(settings), bucket_mb=settings.bucket_mb)
@@ -170,7 +242,8 @@ class Replicas(Ranks):
         for p, view in zip(self.parameters, self.views[0], strict=True):
             p.grad = view
         self.clip(self.optimizer, self.parameters)
-        self.optimizer.step()
+        self.take()
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler would warn
 
     def begin_epoch(self, epoch: int) -> None:
         for plan in self.plans:
@@ -196,20 +269,41 @@ class Islands(Ranks):
 
         self.optimizers = self.world.run(wrap)
         self.parameters = [list(each.parameters()) for each in own]
+        inner = [optimizer.inner for optimizer in self.optimizers]
+        self.joint, self.begins = None, True
+        if isinstance(inner[0], MuonWithAdamW):
+            if settings.local.average_momentum:
+                raise ValueError("the momenta of batched ranks are not exchanged: leave average_momentum out")
+            self.joint = JointMuon(inner)
+            for each in inner:
+                each.step = each.zero_grad = nothing
 
     def models(self) -> Tensor:
         n = sum(self.call.sizes)  # momenta may follow
         return torch.stack([optimizer.model.z[:n] for optimizer in self.optimizers])
 
     def step(self, gradients: Tensor) -> None:
-        for optimizer, parameters, own in zip(self.optimizers, self.parameters, gradients, strict=True):
+        if self.clip_norm is not None:  # as clip_grad_norm_ of each rank
+            norms = gradients.norm(dim=1, keepdim=True)
+            gradients.mul_((self.clip_norm / (norms + 1e-6)).clamp_(max=1.0))
+        for parameters, own in zip(self.parameters, gradients, strict=True):
             for p, part in zip(parameters, own.split(self.call.sizes), strict=True):
-                p.grad = part.view_as(p)
-            self.clip(optimizer, parameters)
+                p.grad = part.view(p.shape)
+
+        if self.joint is not None:
+            self.joint.step()
+
+        begins, self.begins = self.begins, False
 
         def take(transport: LockstepTransport) -> None:
-            self.optimizers[transport.rank].step()
-            self.optimizers[transport.rank].zero_grad()
+            optimizer = self.optimizers[transport.rank]
+            if begins or self.joint is None:
+                optimizer.step()
+                optimizer.zero_grad()
+            else:  # without the checks of every parameter
+                optimizer.meter.count_dense(optimizer.model.numel, self.size)
+                optimizer.method.update(nothing, float(optimizer.param_groups[0]["lr"]))
+                optimizer.method.begin_step()
 
         self.world.run(take)
 

@@ -127,11 +127,13 @@ def processor() -> str:
 def common(run: Run, words: Sequence[str], about: Result) -> dict[str, Any]:
     """What the result of a run says about how it was made."""
     size, at = SIZES[run.size], list(words).index("--run-dir")
+    # with neither the folders of this machine nor its device
+    how = [word for word in (*words[:at], *words[at + 4 :]) if not word.startswith("--configs.dataset.root=")]
     return {
         **{"size": run.size, "arm": run.arm, "rate": run.rate, "seed": run.seed},
         **{"parameters": size.parameters, "steps": size.steps, "tokens": size.tokens, "ranks": RANKS},
         "command": f"python -m benchmarks.scaling_study --run {run.name}",
-        "train": " ".join([*words[:at], *words[at + 4 :]]),
+        "train": " ".join(how),
         "commit": commit(),
         "versions": {"python": sys.version.split()[0], "torch": torch.__version__, "processor": processor()},
         "data": about,

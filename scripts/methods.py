@@ -143,6 +143,7 @@ MULOCO = ("configs/muon/muloco.py", FP32_MATRICES)
 MUON_LOCAL = ("configs/muon/local.py", FP32_MATRICES)
 WITH_MUON: dict[str, Words] = {
     "muon": ("configs/muon/muon.py", FP32_MATRICES),
+    "muon-8-bits": ("configs/muon/muon.py", "configs/quant/int8.py", FP32_MATRICES),
     "muon-4-bits": ("configs/muon/fourbit.py", FP32_MATRICES),
     "muon-powersgd-4": ("configs/muon/powersgd.py", FP32_MATRICES),
     "muon-ef21": ("configs/muon/ef21.py", FP32_MATRICES),

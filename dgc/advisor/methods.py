@@ -59,7 +59,8 @@ class Loss:
         return 2 if abs(self.percent) < 1 else 1
 
     def __str__(self) -> str:
-        error = "" if self.error is None else f" ({self.error:.{self._digits}f})"
+        digits = 2 if self.error is not None and self.error < 0.1 else self._digits
+        error = "" if self.error is None else f" ({self.error:.{digits}f})"
         return f"{self.amount}{error} {self.task}"
 
 
@@ -111,6 +112,7 @@ EIGHT_BITS = {
         Loss(0.03, 0.03, SHORT, TWO_PHASES),
         Loss(-0.32, 0.30, LSTM, TWO_PHASES),
     ),
+    "muon": (Loss(0.04, 0.16, SHORT, MUON),),
 }
 FOUR_BITS = {
     "adam": (
@@ -118,7 +120,7 @@ FOUR_BITS = {
         Loss(0.29, 0.14, GPT, TWO_PHASES),
         Loss(-0.01, 0.44, LSTM, TWO_PHASES),
     ),
-    "muon": (Loss(4.5, None, f"{SHORT}, one run", MUON), Loss(0.18, None, GPT, MUON)),
+    "muon": (Loss(3.9, 0.02, SHORT, MUON), Loss(0.18, None, GPT, MUON)),
 }
 ONE_BIT = {"adam": (Loss(5.3, 0.8, LSTM, TASKS), Loss(-1.1, 0.4, GPT, TASKS))}
 LATE = {"adam": (Loss(8.5, 0.2, GPT, TASKS), Loss(7.3, 0.6, LSTM, TASKS))}
