@@ -4,14 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+from engines import engine_of, step
 
 from dgc import compression
-from dgc.comm import TrafficMeter
 from dgc.comm.lockstep import LockstepTransport, LockstepWorld
-from dgc.core.bucket import make_bucket
 from dgc.core.envelope import PayloadError
-from dgc.engine.buckets import PlannedBucket, keep_states
-from dgc.engine.loop import Engine
 from dgc.memory import DGCSGDMemory
 
 METHODS: dict[str, Any] = {
@@ -44,28 +41,6 @@ class Damaging(LockstepTransport):
             payload[-1] ^= 1
             return ((replies[0][0], payload), *replies[1:])
         return replies
-
-
-def engine_of(transport: Any, compressor: Any) -> Engine:
-    planned = []
-    for b in range(3):
-        parameters = {f"{b}.a": torch.zeros(6, 8), f"{b}.b": torch.zeros(5)}
-        bucket = make_bucket(f"bucket{b}", [*parameters.items()])
-        planned.append(PlannedBucket(bucket, compressor, tuple(parameters.values())))
-    keep_states(planned, transport.size, transport.rank)
-    return Engine([[plan] for plan in planned], transport, TrafficMeter(), "test")
-
-
-def step(engine: Engine, seed: int, bad: int | None = None) -> str | None:
-    """One step over new gradients. bad: the bucket in which this rank's gradient has a NaN."""
-    generator = torch.Generator().manual_seed(seed)
-    for g, (plan,) in enumerate(engine.groups):
-        plan.bucket.flat.copy_(torch.randn(plan.bucket.numel, generator=generator))
-        if g == bad:
-            plan.bucket.flat[-1] = torch.nan
-        engine.start(g)
-        engine.advance()
-    return engine.finish().nonfinite
 
 
 @pytest.mark.parametrize(

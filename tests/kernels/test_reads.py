@@ -8,22 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from engines import BUCKETS, engine_of, step
 from kernels.interpreter import DEVICE
 from kernels.interpreter import interpreter as interpreter
 
 from dgc import compression, kernels
-from dgc.comm import TrafficMeter
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.requests import Read
 from dgc.comm.staging import HostCopy
-from dgc.core.bucket import make_bucket
-from dgc.engine.buckets import PlannedBucket, keep_states
-from dgc.engine.loop import Engine
 from dgc.memory import DGCSGDMemory, ResidualMemory
 from dgc.sparse import payloads as formats
-
-BUCKETS = 2
-SHAPES = {"a": (6, 8), "b": (5,)}
 
 
 @pytest.fixture(autouse=True)
@@ -48,32 +42,6 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr("dgc.comm.requests.Read", read)
     monkeypatch.setattr("dgc.engine.loop.HostCopy", copy)
     yield found
-
-
-def engine_of(transport: Any, compressor: Any, dtype: torch.dtype = torch.float32) -> Engine:
-    parameters = {name: torch.zeros(shape, dtype=dtype, device=DEVICE) for name, shape in SHAPES.items()}
-    planned = [
-        PlannedBucket(
-            make_bucket(f"bucket{b}", [(f"{b}.{name}", p) for name, p in parameters.items()]),
-            compressor,
-            tuple(parameters.values()),
-        )
-        for b in range(BUCKETS)
-    ]
-    keep_states(planned, transport.size, transport.rank)
-    return Engine([[plan] for plan in planned], transport, TrafficMeter(), "test")
-
-
-def step(engine: Engine, seed: int, bad: int | None = None) -> str | None:
-    """One step over gradients that differ between steps. bad: the bucket with a NaN."""
-    generator = torch.Generator().manual_seed(seed)
-    for g, (plan,) in enumerate(engine.groups):
-        plan.bucket.flat.copy_(torch.randn(plan.bucket.numel, generator=generator))
-        if g == bad:
-            plan.bucket.flat[-1] = torch.nan
-        engine.start(g)
-        engine.advance()
-    return engine.finish().nonfinite
 
 
 def dgc_with(values: Any, indices: Any) -> Any:
@@ -104,7 +72,7 @@ METHODS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", METHODS)
 def test_the_host_reads_once_per_step(name: str, reads: list[str]) -> None:
-    engine = engine_of(LockstepWorld(1).transports[0], METHODS[name]())
+    engine = engine_of(LockstepWorld(1).transports[0], METHODS[name](), device=DEVICE)
     for seed in range(2):
         reads.clear()
         assert step(engine, seed) is None
@@ -116,19 +84,21 @@ def test_the_host_reads_once_per_step(name: str, reads: list[str]) -> None:
 def test_the_host_reads_once_per_step_of_gradients_in_16_bits(
     name: str, dtype: torch.dtype, reads: list[str]
 ) -> None:
-    engine = engine_of(LockstepWorld(1).transports[0], METHODS[name](), dtype)
+    engine = engine_of(LockstepWorld(1).transports[0], METHODS[name](), dtype, DEVICE)
     assert step(engine, 0) is None
     assert reads == ["step"]
 
 
 def test_a_method_that_needs_a_number_to_continue_reads_it_in_each_bucket(reads: list[str]) -> None:
-    engine = engine_of(LockstepWorld(1).transports[0], compression.ChunkCompressor(0.1, DGCSGDMemory(0.9), 32))
+    engine = engine_of(
+        LockstepWorld(1).transports[0], compression.ChunkCompressor(0.1, DGCSGDMemory(0.9), 32), device=DEVICE
+    )
     assert step(engine, 0) is None
     assert reads == ["method"] * 2 * BUCKETS
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_rank_with_nan_is_named_at_the_end_of_the_step(name: str, reads: list[str]) -> None:
-    engine = engine_of(LockstepWorld(1).transports[0], METHODS[name]())
+    engine = engine_of(LockstepWorld(1).transports[0], METHODS[name](), device=DEVICE)
     assert "gradient of 1.b on rank 0 has NaN" in str(step(engine, 0, bad=1))
     assert step(engine, 1) is None

@@ -37,7 +37,7 @@ class OfMemory(Compressor):
         return self.memory.init(bucket, size, rank)
 
     def reduce(self, bucket: Bucket, state: Any) -> Conversation[Reduced]:
-        raise NotImplementedError
+        raise AssertionError("only the states of a memory are used")
 
 
 class Held(BucketStates):
