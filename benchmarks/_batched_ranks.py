@@ -1,7 +1,7 @@
 """Simulated ranks whose forward and backward passes are one batch, and which share one optimizer where they can.
 
-The losses and bytes are those of `train.py` with the same words and simulated ranks, up to rounding. On a GPU that
-is limited by the number of its operations, each of which takes the host some microseconds.
+`train.py` with the same words and simulated ranks has the same losses, up to rounding, and the same bytes. On a
+GPU it is limited by the number of its operations, each of which takes the host some microseconds.
 
 - Forward and backward: `torch.vmap` over the ranks, each with its own rows, its own loss and its own gradients.
   Every matrix product is one of all ranks.
@@ -46,7 +46,7 @@ NO_RULE = "There is a performance drop because we have not yet implemented the b
 
 
 def batches(tree: DictConfig, tokens: Tensor, ranks: int, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Inputs and targets of each step of an epoch, int64 [ranks, rows, context]: those of train.py."""
+    """Inputs and targets of each step of an epoch, int64 [ranks, rows, context], as in train.py."""
     rows, context = tree.train.batch_size, tree.task.context
     windows = (len(tokens) - 1) // context
     orders = []
@@ -114,7 +114,7 @@ def newton_schulz(u: Tensor, group: Mapping[str, Any]) -> Tensor:
 
 
 class JointMuon:
-    """Takes the steps of one `MuonWithAdamW`, or of those of all ranks, at the rates of the first one.
+    """Takes the steps of the `MuonWithAdamW` of one rank or of all ranks, at the rates of the first one.
 
     It keeps the momenta and moments itself. The others keep the settings alone.
     """

@@ -1,6 +1,6 @@
 """What the scaling study trains: sizes, arms, the search of learning rates, and the order of the runs.
 
-Learning rates are those of the AdamW part for all ranks together. Muon's matrices have twice the rate. Each arm is
+A learning rate is the rate of the AdamW part for all ranks together. Muon's matrices have twice it. Each arm is
 searched with seed 0 at the two smaller sizes, in factors of 2: two rates that are neighbours, then the next one on
 the side of the better one, until the best has a worse neighbour on both sides. The other seeds have the best rate.
 The largest size is not searched. A parabola through the best rate and its neighbours gives each arm's optimum at

@@ -15,8 +15,8 @@ cuda does that on a GPU. Such runs keep no checkpoints. The sizes 30m and 120m a
 
 Each finished run is a file of JSON in --results: losses, bytes, seconds, command, commit, versions, and hash of
 the data. --draw makes a table and two pictures of these files: the gap to dense Muon against parameters, and the
-seconds after which the largest model is as good as dense AdamW at its end, on three links. The seconds of a step
-are those of one rank on one core, and bytes over the rate of the link. Dense exchanges have 16 bits per element.
+seconds after which the largest model is as good as dense AdamW at its end, on three links. A step takes
+the time of one rank on one core, and its bytes over the rate of the link. Dense exchanges have 16 bits an element.
 """
 
 import argparse

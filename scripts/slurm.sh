@@ -42,7 +42,7 @@ tasks_of_machines() { # tasks_of_machines NUMBER: the tasks of each of the machi
 }
 
 if [ -n "${SLURM_JOB_NODELIST:-}" ]; then
-    # SLURM runs a copy of this file, so its own path is not that of the repository.
+    # SLURM runs a copy of this file, so its own path is not in the repository.
     cd "${SLURM_SUBMIT_DIR:-.}"
     [ -f scripts/mpirun.sh ] || die "submit the job from the repository's root, not from $PWD"
     machines=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
@@ -99,7 +99,7 @@ status=0
 while
     seen=$signals
     wait "$!" && status=0 || status=$?
-    # A signal interrupts `wait`. Its status is then not that of the run.
+    # A signal interrupts `wait`. Its status is then not the status of the run.
     [ "$signals" != "$seen" ]
 do :; done
 

@@ -33,7 +33,7 @@ fi
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 [ "$#" -gt 0 ] || die "no arguments for train.py; begin with --configs configs/cifar/resnet20.py, or --help"
 
-is_here() { # whether a name is that of this machine
+is_here() { # whether a name is a name of this machine
     local short
     short=$(hostname -s 2>/dev/null || hostname)
     case $1 in localhost | 127.0.0.1 | "$(hostname)" | "$short" | "$short".*) return 0 ;; *) return 1 ;; esac

@@ -167,7 +167,7 @@ def test_every_size_and_arm_is_built_with_the_parameters_that_the_table_says(tmp
 
 @pytest.fixture
 def tokens(tmp_path: Path) -> str:
-    """Tokens in place of those of the packages, which take half a minute."""
+    """Tokens in place of the packages' tokens, which take half a minute."""
     folder = tmp_path / "data" / "characters-128"
     folder.mkdir(parents=True)
     random = np.random.default_rng(0)

@@ -77,7 +77,7 @@ EXPECTED = [
 def printed(tmp_path_factory: pytest.TempPathFactory) -> str:
     script = tmp_path_factory.mktemp("warn") / "script.py"
     script.write_text(SCRIPT)
-    # in a process of its own, because tests check types by functions around those of the library
+    # in a process of its own, because tests check types by functions around the library's functions
     done = subprocess.run(
         [sys.executable, "-W", "always", script],
         capture_output=True,

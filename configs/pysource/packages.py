@@ -1,4 +1,4 @@
-"""The sources of 20 packages beside those of the standard library, in bf16. Stack it after gpt.py."""
+"""The sources of 20 packages beside the standard library, in bf16. Stack it after gpt.py."""
 
 from dgc_datasets import PackageSources
 from dgc_training.config import Config, configs

@@ -33,7 +33,7 @@ class Loss:
     """What a method lost to dense training with the same optimizer at equal steps, as measured on one task.
 
     Attributes:
-        percent: Bits per character above those of dense training, mean over the runs. Below 0: it ended lower.
+        percent: Bits per character minus dense training's, mean over the runs. Below 0: it ended lower.
         error: Its standard error. None: it is not known, as of one run.
         task: The model and the steps.
         source: The page and section that has the number and its command.

@@ -23,7 +23,7 @@ METHODS: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors of the CPU count as those of a device, whose numbers the host does not know."""
+    """Tensors of the CPU count as tensors of a device, whose numbers the host does not know."""
     monkeypatch.setattr("dgc.comm.requests.HOST", "none")
 
 

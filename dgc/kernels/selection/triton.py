@@ -321,7 +321,7 @@ def pick(count, k, BITS: tl.constexpr):
 @triton.jit
 @no_type_check
 def settle(s, k, some, threshold, rank, limits, wanted, thresholds):
-    """Store limits for comparison: no magnitude exceeds that of k = 0, every non-zero one exceeds that of few."""
+    """Store limits for comparison: if k = 0, no magnitude exceeds it; if few, every non-zero one does."""
     threshold = tl.where(some, threshold, 0)
     tl.store(limits + s, tl.where(k == 0, MAGNITUDE, threshold))
     tl.store(wanted + s, tl.where(some, rank, 0))
@@ -370,7 +370,7 @@ def choose(
 ):
     """Find the digit at SHIFT, and at the first one all of them where a segment is one part.
 
-    parts: rows segment, number of the part in it; `n_rooms` of candidates, then those of v. histograms: zeros,
+    parts: rows segment, number of the part in it; `n_rooms` of candidates, then the parts of v. histograms: zeros,
     which they are again afterwards, and the counters of programs by segment. largest: bits of the largest of all
     selections.
     """
