@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, reduce
 from inspect import signature
 from itertools import accumulate
@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from jaxtyping import Int32, Int64
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from dgc.kernels.library import refusal
@@ -117,9 +118,7 @@ _dtype, _device = attrgetter("dtype"), attrgetter("device")
 
 
 SECTOR = 32  # bytes that a GPU moves for an element that no neighbour in the same access shares
-MOST_READ = (
-    1 << 16
-)  # bytes that a program of a selection reads: a program that reads more lasts longer than others
+MOST_READ = 1 << 16  # bytes that a program of a selection reads at most: one that reads more lasts longer
 _TRAFFIC: dict[str, Callable[[Any], tuple[int, int]]] = {}
 _MOST: dict[str, Callable[[Any], int]] = {}
 K = TypeVar("K")
@@ -206,6 +205,7 @@ class Tiling:
 
     table: Int32[Tensor, "5 tiles"]
     first_tiles: Int64[Tensor, "S"]
+    _groups: dict[int, Tensor] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
@@ -214,6 +214,13 @@ class Tiling:
     @property
     def n_segments(self) -> int:
         return self.first_tiles.numel()
+
+    def groups(self, size: int) -> Int32[Tensor, "2 groups"]:
+        """Groups of this many tiles of a segment, as `divided`. They are kept."""
+        if size not in self._groups:
+            bounds = pad(self.first_tiles, (0, 1), value=self.count)
+            self._groups[size] = divided(bounds, self.count, size)
+        return self._groups[size]
 
 
 class Tilings:

@@ -7,13 +7,17 @@ from typing import Any
 import pytest
 import torch
 from kernels import comparison
-from kernels.comparison import REFERENCE, Pass, assert_same_choice
+from kernels.comparison import REFERENCE, Pass, assert_same_choice, check_moments, check_tail, same
 from kernels.interpreter import DEVICE, INTERPRETED
 from kernels.interpreter import interpreter as interpreter
+from kernels.test_triton_codec import plan_of, selection_of
+from sparse import payloads
 
-from dgc.kernels.launch import MOST_READ, Launcher, most_read, zeros_on
+from dgc.kernels.launch import _MOST, MOST_READ, Launcher, most_read, zeros_on
+from dgc.kernels.payload.triton import TritonCodec, TritonMeanDecoder
 from dgc.kernels.selection import Budget, PassInputs, SelectionKernels
 from dgc.kernels.selection.triton import TritonSelection
+from dgc.sparse import payloads as formats
 
 
 def shuffled(*bounds: int) -> Any:
@@ -119,6 +123,23 @@ def test_a_budget_that_is_made_anew_in_each_step_has_its_own_parts(kernels: Trit
         assert_same_choice(kernels.select(v, budget), REFERENCE.select(v, budget))
 
 
+@pytest.mark.parametrize("order", ORDERS)
+def test_statistics_are_right_in_any_order_of_programs(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one group of tiles, of many, and of none, with spare tiles at the end. The same bits in each order."""
+    sizes = [1200, 0, 1, 70, 2000, 0]
+    bounds, v = comparison.budget_of(sizes, [0] * len(sizes), DEVICE).bounds, gradient("random", sum(sizes))
+    each = torch.full((len(sizes),), 0.5, device=DEVICE)
+    monkeypatch.setattr("dgc.kernels.selection.triton.SUMS", 4)
+    first = TritonSelection(64, 16, 64)
+    expected = first.moments(v, bounds), first.tail(v, bounds, each)
+    monkeypatch.setattr("triton.runtime.interpreter.range", ORDERS[order], raising=False)
+    kernels = TritonSelection(64, 16, 64)
+    found = check_moments(kernels, v, bounds), check_tail(kernels, v, bounds, each)
+    for own, wanted in zip(found, expected, strict=True):
+        assert all(same(a, b) for a, b in zip(vars(own).values(), vars(wanted).values(), strict=True))
+    assert not zeros_on(torch.device(DEVICE), 1 << 10).any()
+
+
 # --- what a program reads --------------------------------------------------------------------------
 
 LARGE = {
@@ -159,14 +180,53 @@ def test_no_program_of_a_selection_reads_more_than_64_kilobytes(
     found = kernels.accumulate_and_select_(inputs, budget, lower_bounds)
     kernels.accumulate_and_select_(replace(inputs, sent=found.elements, masking=True), budget, lower_bounds)
     kernels.select(v, budget)
+    most = most_of(launched)
+    assert set(most) == {"take", "accumulate", "choose", "tally", "write"}
+    assert max(most.values()) <= MOST_READ, most
+
+
+def most_of(launched: list[Any]) -> dict[str, int]:
     most = dict[str, int]()
     for kernel, programs, arguments in launched:
         name = kernel.fn.__name__
         most[name] = max(most.get(name, 0), most_read(kernel, programs, arguments))
         # a grid of more programs than this is refused
         assert programs < 2**31
-    assert set(most) == {"take", "accumulate", "choose", "tally", "write"}
+    return most
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_no_program_of_statistics_reads_more_than_64_kilobytes(launched: list[Any], name: str) -> None:
+    sizes, kernels = LARGE[name], TritonSelection()
+    bounds, v = (
+        torch.empty(len(sizes) + 1, dtype=torch.int64, device="meta"),
+        torch.empty(sum(sizes), device="meta"),
+    )
+    kernels.moments(v, bounds)
+    kernels.tail(v, bounds, torch.empty(len(sizes), device="meta"))
+    most = most_of(launched)
+    assert set(most) == {f"{what}_of_{where}" for what in ("moments", "tail") for where in ("tiles", "ranges")}
     assert max(most.values()) <= MOST_READ, most
+
+
+@pytest.mark.parametrize("ratio", [0.001, 0.1])
+@pytest.mark.parametrize("indices", ["int64", "int32", "rice"])
+@pytest.mark.parametrize("values", [formats.CastValues("fp32"), formats.TwoBitValues()], ids=["fp32", "2bit"])
+@pytest.mark.parametrize("name", LARGE)
+def test_no_check_of_a_payload_reads_more_than_64_kilobytes(
+    launched: list[Any], name: str, values: Any, indices: str, ratio: float
+) -> None:
+    sizes, ranks = LARGE[name], 8
+    ks = [-int(-n * ratio // 1) for n in sizes]
+    bounds, each = (torch.empty(len(sizes) + one, dtype=torch.int64, device="meta") for one in (1, 0))
+    form = formats.SparseFormat(values, payloads.INDICES[indices])
+    layout = form.layout(Budget(bounds, each, sum(ks)), sum(sizes))
+    gathered = torch.empty(ranks, layout.nbytes, dtype=torch.uint8, device="meta").unbind()
+    TritonMeanDecoder().mean_into_(torch.empty(sum(sizes), device="meta"), gathered, layout, bounds, ranks)
+    TritonCodec().words_of(gathered)
+    own = [call for call in launched if call[0].fn.__name__ in ("check", "open_headers")]
+    most = most_of(own)
+    assert set(most) == {"check", "open_headers"} and max(most.values()) <= MOST_READ, most
 
 
 @pytest.fixture
@@ -191,7 +251,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     def launched(launcher: Any, kernel: Any, near: Any, programs: int, *arguments: Any) -> None:
         by_program.clear()
         launch(launcher, kernel, near, programs, *arguments)
-        if kernel.fn.__name__ != "take":
+        if kernel.fn.__name__ in _MOST and kernel.fn.__name__ != "take":
             most = max(by_program.values(), default=0)
             found.append((kernel.fn.__name__, most, most_read(kernel, programs, arguments)))
 
@@ -212,3 +272,31 @@ def test_no_program_reads_more_than_its_kernel_states(
         assert most <= stated, (name, most, stated)
     if FACTORS[factor] is None:  # the statement is not much too large either
         assert any(name == "choose" and most >= 0.9 * stated for name, most, stated in reads)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off on a GPU")
+def test_no_program_of_statistics_reads_more_than_its_kernel_states(
+    kernels: TritonSelection, reads: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dgc.kernels.selection.triton.SUMS", 8)
+    bounds, v = comparison.budget_of([4000, 90], [0, 0], DEVICE).bounds, gradient("random", 4090)
+    check_moments(kernels, v, bounds)
+    check_tail(kernels, v, bounds, torch.zeros(2, device=DEVICE))
+    assert len(reads) == 4
+    for name, most, stated in reads:
+        assert 0.5 * stated <= most <= stated, (name, most, stated)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off on a GPU")
+@pytest.mark.parametrize("values", [formats.CastValues("fp16"), formats.TwoBitValues()], ids=["fp16", "2bit"])
+def test_no_check_of_a_payload_reads_more_than_its_kernel_states(values: Any, reads: list[Any]) -> None:
+    """Of a payload that three programs check."""
+    plan = plan_of(values, "int32", 9000, 2100)
+    end = torch.tensor(9000, device=DEVICE)
+    payload = plan.encode(TritonCodec(), selection_of(9000, 2100, 2100, 1), end).payload
+    reads.clear()
+    plan.mean_into_(torch.zeros(9000, device=DEVICE), TritonMeanDecoder(), [payload] * 2, 2).wait()
+    TritonCodec().words_of([payload])
+    assert [name for name, _, _ in reads] == ["check", "open_headers"]
+    for name, most, stated in reads:
+        assert 0 < most <= stated, (name, most, stated)

@@ -68,6 +68,7 @@ from dgc.kernels.selection.triton import (
     NOWHERE,
     SUMS,
     TOO_LARGE,
+    most_of,
     rounded,
     sum_of,
     tile_at,
@@ -81,16 +82,6 @@ KEEPS_NOTHING, KEEPS_REST, KEEPS_SCALED = (tl.constexpr(i) for i in range(3))
 OVERFLOW = tl.constexpr(0)
 LINE = tl.constexpr(16)
 CHECKED = 256  # words of a payload that a program adds at a time
-
-
-@triton.jit
-@no_type_check
-def most_of(row, first, last, BLOCK: tl.constexpr):
-    lane = tl.arange(0, BLOCK)
-    most = tl.zeros([BLOCK], dtype=tl.int32)
-    for i in range(first, last, BLOCK):
-        most = tl.maximum(most, tl.load(row + i + lane, mask=lane < last - i, other=0))
-    return tl.max(most, 0)
 
 
 def bytes_of_measure(a: Any) -> tuple[int, int]:

@@ -31,7 +31,16 @@ from dgc.kernels.payload import (
     block_count,
 )
 from dgc.kernels.payload.triton_coded import FOUND, MOST, measure_packed, measure_rice, place_rice, write_coded
-from dgc.kernels.payload.triton_mean import TILE, check, merge, open_headers, unpack, unpack_chunks
+from dgc.kernels.payload.triton_mean import (
+    CHECKED,
+    SUMMED,
+    TILE,
+    check,
+    merge,
+    open_headers,
+    unpack,
+    unpack_chunks,
+)
 from dgc.kernels.payload.triton_plain import SHARES, largest_of, seal, write_plain
 from dgc.kernels.selection import SparseVector
 from dgc.kernels.selection.triton import INTERPRETED
@@ -185,9 +194,13 @@ class TritonCodec(Codec):
         self._launch(seal, payloads, rows * programs, *what, counters, programs, BLOCK, COUNTERS)
 
     def words_of(self, payloads: Sequence[UInt8[Tensor, "nbytes"]]) -> Int32[Tensor, "words"]:
-        words = torch.empty(5 * len(payloads), dtype=torch.int32, device=payloads[0].device)
-        rows = as_rows(payloads, 8)
-        self._launch(open_headers, words, len(payloads), rows, rows.stride(0), payloads[0].numel(), words)
+        ranks, nbytes, device = len(payloads), payloads[0].numel(), payloads[0].device
+        words = torch.empty(5 * ranks, dtype=torch.int32, device=device)
+        rows, parts = as_rows(payloads, 8), parts_of(nbytes)
+        counters = counters_on(device, current_stream(device), ranks)
+        self._launch(
+            open_headers, words, ranks * parts, rows, rows.stride(0), nbytes, words, counters, parts, COUNTERS
+        )
         return words
 
 
@@ -219,7 +232,10 @@ class TritonMeanDecoder(MeanDecoder):
         variant = (code.kind == IndexKind.INT64, int(kind))
         given = (rows, ranks, rows.stride(0), indices, indices.stride(0))
         sizes = (layout.nbytes, code.capacity, code.numel, flags)
-        self._launch(check, dense, ranks, *given, *sizes, *where, numbers, *variant, flags is not None, BLOCK)
+        parts = max(parts_of(layout.nbytes), block_count(code.capacity, CHECKED))
+        work = (numbers, counters_on(dense.device, current_stream(dense.device), ranks), parts)
+        variant_of_check = (*variant, flags is not None, CHECKED, COUNTERS)
+        self._launch(check, dense, ranks * parts, *given, *sizes, *where, *work, *variant_of_check)
         tiles = -(-code.numel // TILE)
         self._launch(
             merge, dense, tiles, *given, float(size), code.numel, *where, numbers, dense, *variant, TILE, FEW
@@ -245,6 +261,11 @@ class TritonMeanDecoder(MeanDecoder):
             sizes = (code.numel, n_blocks, code.nbytes, starts, ones)
             self._launch(unpack, rows, ranks, *given, *sizes, *end, int(code.kind), block, BLOCK)
         return indices.view(torch.uint8), flags
+
+
+def parts_of(nbytes: int) -> int:
+    """Return the number of programs that add the words of a payload."""
+    return block_count(nbytes, 8 * SUMMED.value)
 
 
 def codes_begin(layout: PayloadLayout, segments: int) -> int:

@@ -1,32 +1,52 @@
 """Triton kernels of the mean of all ranks' payloads."""
 
-from typing import no_type_check
+from typing import Any, no_type_check
 
 import triton
 import triton.language as tl
 
-from dgc.kernels.launch import moves
+from dgc.kernels.launch import SECTOR, moves, read_and_written
 from dgc.kernels.payload import WORDS
 from dgc.kernels.payload.triton_coded import INSIDE, INT8, RICE, SIGN, WIDEST, WITHIN, counts_at
-from dgc.kernels.payload.triton_plain import BF16, FP16, FP32, HEADER, INFINITE, LOW, checksum_of
+from dgc.kernels.payload.triton_plain import (
+    BF16,
+    BITS,
+    FINISHED,
+    FP16,
+    FP32,
+    HEADER,
+    INFINITE,
+    LOW,
+    SUM,
+    checksum_of,
+)
 from dgc.kernels.selection.triton import MAGNITUDE, interval_of
 
 TILE = 2048  # elements of the mean per program
 NUMBERS = tl.constexpr(WORDS)
-SUMMED = tl.constexpr(4096)  # words of a payload that one program adds at a time
+SUMMED = tl.constexpr(2048)  # words of a payload that one program adds
+CHECKED = 256  # entries of a payload that one program checks
+# of each payload, besides its sum and the programs that have finished
+WRONG, INFINITE_VALUES = (tl.constexpr(BITS.value + i) for i in range(2))
 
 
 @triton.jit
 @no_type_check
-def sum_of_words(payload, nbytes):
-    """Return what the checksum of a payload is made of, with its own field taken as zero, and that field."""
-    lane = tl.arange(0, SUMMED)
-    total = tl.zeros([], dtype=tl.int64)
-    for i in range(0, nbytes // 8, SUMMED):
-        word = tl.load(payload.to(tl.pointer_type(tl.int64)) + i + lane, mask=i + lane < nbytes // 8, other=0)
-        total += tl.sum(word * (2 * (i + lane).to(tl.int64) + 1), 0)
+def sum_of_words(payload, part, n_words):
+    """Return what a part of a payload adds to the sum of its checksum."""
+    i = part * SUMMED + tl.arange(0, SUMMED)
+    word = tl.load(payload.to(tl.pointer_type(tl.int64)) + i, mask=i < n_words, other=0)
+    return tl.sum(word * (2 * i.to(tl.int64) + 1), 0)
+
+
+@triton.jit
+@no_type_check
+def is_sealed(payload, counters):
+    """Return whether the checksum is right, once all parts have added to the sum, and clear the sum."""
+    # the checksum belongs to a payload with zero in its place
     stored = tl.load(payload.to(tl.pointer_type(tl.int32)) + 2).to(tl.int64) & LOW
-    return total - 3 * stored, stored
+    total = tl.atomic_xchg(counters + SUM, 0) - 3 * stored
+    return (checksum_of(total) == stored).to(tl.int32)
 
 
 @triton.jit
@@ -195,8 +215,21 @@ def value_at(payload, begin, codes, scale, bounds, n_segments, steps, j, index, 
 MEAN_SIZES = "n_ranks stride index_stride size nbytes capacity numel begin codes n_segments steps".split()
 
 
-@moves("payloads payloads indices", "numbers", lambda a: (8 * a.n_ranks * a.capacity, 0))
-@triton.jit(do_not_specialize=[size for size in MEAN_SIZES if size != "size"])
+def bytes_of_check(a: Any) -> tuple[int, int]:
+    """Return what is read and written besides: the entries before others, and the counters."""
+    return 8 * a.n_ranks * a.capacity + SECTOR * a.programs, SECTOR * a.programs
+
+
+def read_by_check(a: Any) -> int:
+    """Return the most bytes that a program reads: words, its entries with those before them, and for each entry
+    its value, or the steps of the search for its segment and a number of its table.
+    """
+    each: int = (16 if a.WIDE else 8) + 4 + 8 * a.steps + 4
+    return 8 * SUMMED.value + a.BLOCK * each
+
+
+@moves("payloads payloads indices", "numbers", bytes_of_check, read_by_check)
+@triton.jit(do_not_specialize=[*(size for size in MEAN_SIZES if size != "size"), "n_parts"])
 @no_type_check
 def check(
     payloads,
@@ -214,64 +247,80 @@ def check(
     n_segments,
     steps,
     numbers,
+    counters,
+    n_parts,
     WIDE: tl.constexpr,
     KIND: tl.constexpr,
     CODED: tl.constexpr,
     BLOCK: tl.constexpr,
+    LINE: tl.constexpr,
 ):
-    """One program per rank: the numbers of its payload (`codec.WORDS`). The last number is set for `merge`.
+    """Check each payload with `n_parts` programs, of which the last one writes its numbers (`codec.WORDS`). The
+    last number of all is set for `merge`.
 
-    indices: rows of bytes. flags: whether they are valid, if they were coded.
+    indices: rows of bytes. flags: whether they are valid, if they were coded. counters: LINE zeros for each
+    payload, which they are again afterwards.
     """
-    r = tl.program_id(0)
+    r = tl.program_id(0) // n_parts
+    part = tl.program_id(0) % n_parts
     indices += r.to(tl.int64) * index_stride
     payload = payloads + r.to(tl.int64) * stride
+    counters += r * LINE
     header = payload.to(tl.pointer_type(tl.int32))
-    lane = tl.arange(0, BLOCK)
-    total, stored = sum_of_words(payload, nbytes)
+    tl.atomic_add(counters + SUM, sum_of_words(payload, part, nbytes // 8))
     count = tl.load(header)
-    scale = tl.load(header + 3).to(tl.float32, bitcast=True)
-    wrong = ((count < 0) | (count > capacity)).to(tl.int32)
-    if CODED:
-        wrong += (tl.load(flags + r) == 0).to(tl.int32)
-    infinite = tl.zeros([], dtype=tl.int32)
-    for i in range(0, tl.minimum(tl.maximum(count, 0), capacity), BLOCK):
-        j = i + lane
+    first = part * BLOCK
+    if first < tl.minimum(count, capacity):
+        scale = tl.load(header + 3).to(tl.float32, bitcast=True)
+        j = first + tl.arange(0, BLOCK)
         is_valid = (j < count) & (j < capacity)
         index = index_at(indices, j, is_valid, WIDE)
         before = index_at(indices, j - 1, is_valid & (j > 0), WIDE)
         outside = (index < 0) | (index >= numel) | ((j > 0) & (index <= before))
-        wrong += tl.sum((is_valid & outside).to(tl.int32), 0)
+        wrong = tl.sum((is_valid & outside).to(tl.int64), 0)
         x = value_at(payload, begin, codes, scale, bounds, n_segments, steps, j, index, is_valid, KIND)
         unusable = (x.to(tl.int32, bitcast=True) & MAGNITUDE) >= INFINITE
-        infinite += tl.sum((is_valid & unusable).to(tl.int32), 0)
-    own = numbers + r * NUMBERS
-    tl.store(own, count)
-    tl.store(own + 1, tl.load(header + 1))
-    tl.store(own + 2, tl.load(header + 4))
-    tl.store(own + 3, tl.load(header + 5))
-    tl.store(own + 4, (checksum_of(total) == stored).to(tl.int32))
-    tl.store(own + 5, (wrong == 0).to(tl.int32))
-    tl.store(own + 6, (infinite == 0).to(tl.int32))
-    if r == 0:
+        infinite = tl.sum((is_valid & unusable).to(tl.int64), 0)
+        if (wrong > 0) | (infinite > 0):
+            tl.atomic_add(counters + WRONG, wrong)
+            tl.atomic_add(counters + INFINITE_VALUES, infinite)
+    if tl.atomic_add(counters + FINISHED, 1) == n_parts - 1:
+        tl.store(counters + FINISHED, 0)
+        wrong = tl.atomic_xchg(counters + WRONG, 0) + ((count < 0) | (count > capacity)).to(tl.int64)
+        if CODED:
+            wrong += (tl.load(flags + r) == 0).to(tl.int64)
+        own = numbers + r * NUMBERS
+        tl.store(own, count)
+        tl.store(own + 1, tl.load(header + 1))
+        tl.store(own + 2, tl.load(header + 4))
+        tl.store(own + 3, tl.load(header + 5))
+        tl.store(own + 4, is_sealed(payload, counters))
+        tl.store(own + 5, (wrong == 0).to(tl.int32))
+        tl.store(own + 6, (tl.atomic_xchg(counters + INFINITE_VALUES, 0) == 0).to(tl.int32))
+    if tl.program_id(0) == 0:
         tl.store(numbers + n_ranks * NUMBERS, 1)
 
 
-@moves("payloads", "words")
-@triton.jit(do_not_specialize=["stride", "nbytes"])
+@moves("payloads", "words", lambda a: read_and_written(SECTOR * a.programs), lambda a: 8 * SUMMED.value)
+@triton.jit(do_not_specialize=["stride", "nbytes", "n_parts"])
 @no_type_check
-def open_headers(payloads, stride, nbytes, words):
-    """One program per rank: the words of `Codec.words`."""
-    r = tl.program_id(0)
+def open_headers(payloads, stride, nbytes, words, counters, n_parts, LINE: tl.constexpr):
+    """Add SUMMED words of a payload in each of `n_parts` programs. The last one writes the words of
+    `Codec.words`. counters: as in `check`.
+    """
+    r = tl.program_id(0) // n_parts
     payload = payloads + r.to(tl.int64) * stride
-    header = payload.to(tl.pointer_type(tl.int32))
-    total, stored = sum_of_words(payload, nbytes)
-    own = words + 5 * r
-    tl.store(own, tl.load(header + 1))
-    tl.store(own + 1, (checksum_of(total) == stored).to(tl.int32))
-    tl.store(own + 2, tl.load(header))
-    tl.store(own + 3, tl.load(header + 4))
-    tl.store(own + 4, tl.load(header + 5))
+    counters += r * LINE
+    tl.atomic_add(counters + SUM, sum_of_words(payload, tl.program_id(0) % n_parts, nbytes // 8))
+    if tl.atomic_add(counters + FINISHED, 1) == n_parts - 1:
+        tl.store(counters + FINISHED, 0)
+        header = payload.to(tl.pointer_type(tl.int32))
+        own = words + 5 * r
+        tl.store(own, tl.load(header + 1))
+        tl.store(own + 1, is_sealed(payload, counters))
+        tl.store(own + 2, tl.load(header))
+        tl.store(own + 3, tl.load(header + 4))
+        tl.store(own + 4, tl.load(header + 5))
 
 
 @triton.jit

@@ -14,7 +14,7 @@ Kernels are not specialised for sizes that change from step to step, because eac
 training.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate as running_sums
 from typing import Any, no_type_check
@@ -613,11 +613,11 @@ def write(
 
 # --- sums over segments ----------------------------------------------------------------------------
 #
-# A tile is summed in one tree, and the tiles of a segment in a fixed order. Nothing is added atomically, so the
-# results do not depend on the order in which programs run.
+# A tile is summed in one tree, and so is each group of SUMS tiles of a segment, and the groups of a segment. No
+# float is added atomically, so the results do not depend on the order in which programs run.
 
 
-@moves("tiles v", "sums largest")
+@moves("tiles v", "sums largest", most=lambda a: 4 * a.TILE)
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def moments_of_tiles(tiles, n_tiles, v, sums, largest, TILE: tl.constexpr):
@@ -631,7 +631,7 @@ def moments_of_tiles(tiles, n_tiles, v, sums, largest, TILE: tl.constexpr):
     tl.store(largest + t, tl.max(bits, 0))
 
 
-@moves("tiles v", "sums counts")
+@moves("tiles v", "sums counts", most=lambda a: 4 * a.TILE)
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def tail_of_tiles(tiles, n_tiles, v, lower_bounds, sums, counts, TILE: tl.constexpr):
@@ -646,51 +646,130 @@ def tail_of_tiles(tiles, n_tiles, v, lower_bounds, sums, counts, TILE: tl.conste
 
 @triton.jit
 @no_type_check
+def tiles_of(groups, n_groups, first_tiles, n_tiles, n_segments, BLOCK: tl.constexpr):
+    """Return a program's segment, the number of its group in it, the group's first tile, the tile after its last,
+    and the number of groups of the segment. groups: `Tiling.groups`.
+    """
+    p = tl.program_id(0)
+    s = tl.load(groups + p)
+    group = tl.load(groups + n_groups + p)
+    first = tl.load(first_tiles + s).to(tl.int32)
+    # the empty tiles at the end belong to the last segment and add nothing
+    end = tl.load(first_tiles + s + 1, mask=s + 1 < n_segments, other=n_tiles).to(tl.int32)
+    begin = first + group * BLOCK
+    return s, group, begin, tl.minimum(begin + BLOCK, end), tl.maximum((end - first + BLOCK - 1) // BLOCK, 1)
+
+
+@triton.jit
+@no_type_check
 def sum_of(row, first, last, BLOCK: tl.constexpr):
+    """Sum what other programs may have written."""
     lane = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], dtype=tl.float64)
     for i in range(first, last, BLOCK):
-        total += tl.load(row + i + lane, mask=lane < last - i, other=0.0)
+        # not from this multiprocessor's cache
+        total += tl.load(row + i + lane, mask=lane < last - i, other=0.0, cache_modifier=".cg")
     return tl.sum(total, 0)
 
 
 @triton.jit
 @no_type_check
-def tiles_of(first_tiles, n_tiles, n_segments):
-    """Return a program's segment, its first tile, and the tile after its last."""
-    s = tl.program_id(0)
-    first = tl.load(first_tiles + s).to(tl.int32)
-    # the empty tiles at the end belong to the last segment and add nothing
-    return s, first, tl.load(first_tiles + s + 1, mask=s + 1 < n_segments, other=n_tiles).to(tl.int32)
-
-
-@moves("tile_sums tile_largest", "sums largest")
-@triton.jit(do_not_specialize=SIZES)
-@no_type_check
-def moments_of_ranges(
-    first_tiles, n_tiles, tile_sums, tile_largest, n_segments, sums, largest, BLOCK: tl.constexpr
-):
-    s, first, last = tiles_of(first_tiles, n_tiles, n_segments)
-    for row in tl.static_range(3):
-        tl.store(sums + row * n_segments + s, sum_of(tile_sums + row * n_tiles, first, last, BLOCK))
+def most_of(row, first, last, BLOCK: tl.constexpr):
     lane = tl.arange(0, BLOCK)
     most = tl.zeros([BLOCK], dtype=tl.int32)
     for i in range(first, last, BLOCK):
-        most = tl.maximum(most, tl.load(tile_largest + i + lane, mask=lane < last - i, other=0))
-    tl.store(largest + s, tl.max(most, 0).to(tl.float32, bitcast=True))
+        most = tl.maximum(most, tl.load(row + i + lane, mask=lane < last - i, other=0, cache_modifier=".cg"))
+    return tl.max(most, 0)
 
 
-@moves("tile_sums tile_counts", "sums counts")
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit
 @no_type_check
-def tail_of_ranges(first_tiles, n_tiles, tile_sums, tile_counts, n_segments, sums, counts, BLOCK: tl.constexpr):
-    s, first, last = tiles_of(first_tiles, n_tiles, n_segments)
-    tl.store(sums + s, sum_of(tile_sums, first, last, BLOCK))
+def count_of(row, first, last, BLOCK: tl.constexpr):
     lane = tl.arange(0, BLOCK)
-    count = tl.zeros([BLOCK], dtype=tl.int64)
+    count = tl.zeros([BLOCK], dtype=tl.int32)
     for i in range(first, last, BLOCK):
-        count += tl.load(tile_counts + i + lane, mask=lane < last - i, other=0)
-    tl.store(counts + s, tl.sum(count, 0))
+        count += tl.load(row + i + lane, mask=lane < last - i, other=0, cache_modifier=".cg")
+    return tl.sum(count, 0)
+
+
+def read_of_ranges(each: int) -> Callable[[Any], int]:
+    """Return a function for the most bytes that a program reads: its group of tiles, and the last one the groups
+    of its segment. each: bytes of a tile and of a group.
+    """
+    return lambda a: each * (min(a.BLOCK, a.n_tiles) + a.n_tiles // a.BLOCK + 1)
+
+
+@moves(
+    "groups tile_sums tile_largest",
+    "sums largest",
+    lambda a: read_and_written(28 * a.n_groups),
+    read_of_ranges(28),
+)
+@triton.jit(do_not_specialize=[*SIZES, "n_groups"])
+@no_type_check
+def moments_of_ranges(
+    groups,
+    n_groups,
+    first_tiles,
+    n_tiles,
+    tile_sums,
+    tile_largest,
+    n_segments,
+    group_sums,
+    group_largest,
+    arrived,
+    sums,
+    largest,
+    BLOCK: tl.constexpr,
+):
+    """Sum the tiles of each group, and then, in the last program of a segment to arrive, its groups."""
+    s, group, begin, end, count = tiles_of(groups, n_groups, first_tiles, n_tiles, n_segments, BLOCK)
+    if group < count:
+        p = tl.program_id(0)
+        for row in tl.static_range(3):
+            tl.store(group_sums + row * n_groups + p, sum_of(tile_sums + row * n_tiles, begin, end, BLOCK))
+        tl.store(group_largest + p, most_of(tile_largest, begin, end, BLOCK))
+        if arrive(arrived + s) == count - 1:
+            tl.store(arrived + s, 0)
+            first = p - group
+            for row in tl.static_range(3):
+                found = sum_of(group_sums + row * n_groups, first, first + count, BLOCK)
+                tl.store(sums + row * n_segments + s, found)
+            most = most_of(group_largest, first, first + count, BLOCK)
+            tl.store(largest + s, most.to(tl.float32, bitcast=True))
+
+
+@moves(
+    "groups tile_sums tile_counts", "sums counts", lambda a: read_and_written(12 * a.n_groups), read_of_ranges(12)
+)
+@triton.jit(do_not_specialize=[*SIZES, "n_groups"])
+@no_type_check
+def tail_of_ranges(
+    groups,
+    n_groups,
+    first_tiles,
+    n_tiles,
+    tile_sums,
+    tile_counts,
+    n_segments,
+    group_sums,
+    group_counts,
+    arrived,
+    sums,
+    counts,
+    BLOCK: tl.constexpr,
+):
+    """As `moments_of_ranges`. A segment has fewer than 2**31 elements, so counts do not need 64 bits."""
+    s, group, begin, end, count = tiles_of(groups, n_groups, first_tiles, n_tiles, n_segments, BLOCK)
+    if group < count:
+        p = tl.program_id(0)
+        tl.store(group_sums + p, sum_of(tile_sums, begin, end, BLOCK))
+        tl.store(group_counts + p, count_of(tile_counts, begin, end, BLOCK))
+        if arrive(arrived + s) == count - 1:
+            tl.store(arrived + s, 0)
+            first = p - group
+            tl.store(sums + s, sum_of(group_sums, first, first + count, BLOCK))
+            tl.store(counts + s, count_of(group_counts, first, first + count, BLOCK).to(tl.int64))
 
 
 # --- sparse vectors, and weight decay --------------------------------------------------------------
@@ -1025,26 +1104,32 @@ class TritonSelection(SelectionKernels):
 
     def moments(self, v: Dense, bounds: Bounds) -> Moments:
         tiling, device = self._tilings.of(bounds, (v.numel(),)), v.device
-        tiles, segments = tiling.count, tiling.first_tiles.numel()
-        tile_sums = torch.empty(3, tiles, dtype=torch.float64, device=device)
-        tile_largest = torch.empty(tiles, dtype=torch.int32, device=device)
+        tiles, segments, groups = tiling.count, tiling.n_segments, tiling.groups(SUMS)
+        n_groups = groups.shape[1]
+        parts = torch.empty(3 * (tiles + n_groups), dtype=torch.float64, device=device).split(
+            [3 * tiles, 3 * n_groups]
+        )
+        most = torch.empty(tiles + n_groups, dtype=torch.int32, device=device).split([tiles, n_groups])
         sums = torch.empty(3, segments, dtype=torch.float64, device=device)
         largest = torch.empty(segments, dtype=torch.float32, device=device)
-        self._launch(moments_of_tiles, v, tiles, tiling.table, tiles, v, tile_sums, tile_largest, self.tile)
-        state = (tile_sums, tile_largest, segments, sums, largest)
-        self._launch(moments_of_ranges, v, segments, tiling.first_tiles, tiles, *state, SUMS)
+        self._launch(moments_of_tiles, v, tiles, tiling.table, tiles, v, parts[0], most[0], self.tile)
+        where = (groups, n_groups, tiling.first_tiles, tiles, parts[0], most[0], segments, parts[1], most[1])
+        result = (zeros_on(device, segments), sums, largest)
+        self._launch(moments_of_ranges, v, n_groups, *where, *result, SUMS)
         return Moments(sums[0], sums[1], sums[2], largest)
 
     def tail(self, v: Dense, bounds: Bounds, lower_bounds: Each) -> Tail:
         tiling, device = self._tilings.of(bounds, (v.numel(),)), v.device
-        tiles, segments = tiling.count, tiling.first_tiles.numel()
-        tile_sums = torch.empty(tiles, dtype=torch.float64, device=device)
-        tile_counts = torch.empty(tiles, dtype=torch.int32, device=device)
+        tiles, segments, groups = tiling.count, tiling.n_segments, tiling.groups(SUMS)
+        n_groups = groups.shape[1]
+        parts = torch.empty(tiles + n_groups, dtype=torch.float64, device=device).split([tiles, n_groups])
+        passed = torch.empty(tiles + n_groups, dtype=torch.int32, device=device).split([tiles, n_groups])
         sums = torch.empty(segments, dtype=torch.float64, device=device)
         counts = torch.empty(segments, dtype=torch.int64, device=device)
-        found = (tile_sums, tile_counts)
-        self._launch(tail_of_tiles, v, tiles, tiling.table, tiles, v, lower_bounds, *found, self.tile)
-        self._launch(tail_of_ranges, v, segments, tiling.first_tiles, tiles, *found, segments, sums, counts, SUMS)
+        self._launch(tail_of_tiles, v, tiles, tiling.table, tiles, v, lower_bounds, parts[0], passed[0], self.tile)
+        where = (groups, n_groups, tiling.first_tiles, tiles, parts[0], passed[0], segments, parts[1], passed[1])
+        result = (zeros_on(device, segments), sums, counts)
+        self._launch(tail_of_ranges, v, n_groups, *where, *result, SUMS)
         return Tail(counts, sums)
 
     def remove_sent_(self, sent: SparseVector, u: Dense | None, v: Dense) -> None:
