@@ -60,12 +60,16 @@ END_TIME = 5.0  # seconds
 
 
 def connect(
-    hierarchical: bool | str = False, timeout: float | None = None, *, point_to_point: bool = False
+    hierarchical: bool | str = False,
+    timeout: float | None = None,
+    *,
+    point_to_point: bool = False,
+    groups: Groups | None = None,
 ) -> Transport:
     """Return a TorchTransport. GPU tensors go through pinned host memory if there is no NCCL, or for gossip.
 
     Args:
-        hierarchical, timeout: As in TorchTransport.
+        hierarchical, timeout, groups: As in TorchTransport.
         point_to_point: The transport must carry messages between two ranks. NCCL's messages can deadlock beside
             its collectives, so all messages use Gloo.
 
@@ -75,7 +79,7 @@ def connect(
     check_restarts(os.environ)
     on_gpu = torch.cuda.is_available()
     uses_nccl = on_gpu and dist.is_nccl_available() and not point_to_point
-    transport = TorchTransport(hierarchical, timeout, "cpu:gloo,cuda:nccl" if uses_nccl else "gloo")
+    transport = TorchTransport(hierarchical, timeout, "cpu:gloo,cuda:nccl" if uses_nccl else "gloo", groups)
     return StagedTransport(transport) if on_gpu and not uses_nccl else transport
 
 
@@ -95,12 +99,19 @@ class TorchTransport(GroupedTransport):
         hierarchical: As in `dgc.comm.connect.connect`.
         timeout: Seconds after which an operation that some ranks never joined fails. None: 1800.
         backend: Backend of the process groups: "gloo" or "cpu:gloo,cuda:nccl".
+        groups: The groups `local` and `cross`, such as those of a mesh, alike on all ranks. None: by machine.
 
     Raises:
         ValueError: torch.distributed cannot be initialised from the environment variables of the launcher.
     """
 
-    def __init__(self, hierarchical: bool | str = False, timeout: float | None = None, backend: str = "gloo"):
+    def __init__(
+        self,
+        hierarchical: bool | str = False,
+        timeout: float | None = None,
+        backend: str = "gloo",
+        groups: Groups | None = None,
+    ):
         self.timeout = timeout
         duration = timedelta(seconds=DEFAULT_TIMEOUT if timeout is None else timeout)
         self._owns_default_group = not dist.is_initialized()
@@ -112,7 +123,8 @@ class TorchTransport(GroupedTransport):
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.point_to_point = "nccl" not in backend  # an Exchange uses Gloo
         self._presence = Presence(os.environ.get("MASTER_ADDR", ""))
-        self._place, self._addresses = find_groups(self._presence.address)
+        by_machine, self._addresses = find_groups(self._presence.address)
+        self._place = by_machine if groups is None else groups
         machine = self._place.members["local"]
         self.local_rank, self.local_size = machine.index(self.rank), len(machine)
         if hierarchical == "auto":

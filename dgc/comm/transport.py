@@ -86,11 +86,15 @@ class GroupedTransport(ABC):
 
 
 class Groups:
-    """The groups of a rank, by the ranks of each machine. Machines may have different numbers of ranks."""
+    """The groups of a rank, by the ranks of each machine. Machines may have different numbers of ranks.
 
-    def __init__(self, rank: int, machines: list[list[int]]):
-        local_ranks = range(max(map(len, machines)))
-        across = [[ranks[i] for ranks in machines if i < len(ranks)] for i in local_ranks]
+    across: The groups between machines. None: of the ranks with one local rank.
+    """
+
+    def __init__(self, rank: int, machines: list[list[int]], across: list[list[int]] | None = None):
+        if across is None:
+            local_ranks = range(max(map(len, machines)))
+            across = [[ranks[i] for ranks in machines if i < len(ranks)] for i in local_ranks]
         world = [sorted(rank for ranks in machines for rank in ranks)]
         self.partition: dict[Group, list[list[int]]] = {"world": world, "local": machines, "cross": across}
         self.members = {kind: next(ranks for ranks in of if rank in ranks) for kind, of in self.partition.items()}

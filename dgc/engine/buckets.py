@@ -44,6 +44,7 @@ class PlannedBucket:
             `states`.
         states: The states of all buckets of the compressor, from `keep_states` on.
         is_attached: Whether each .grad was set to its view and has not been replaced since.
+        transport: The ranks among which it is exchanged. None: all ranks of the exchange.
     """
 
     bucket: Bucket
@@ -51,6 +52,7 @@ class PlannedBucket:
     parameters: tuple[Tensor, ...]
     states: BucketStates = field(init=False)
     is_attached: bool = False
+    transport: Transport | None = None
 
     @cached_property
     def views(self) -> tuple[Tensor, ...]:
@@ -172,12 +174,16 @@ def replace_compressors(planned: Iterable[PlannedBucket], new: Mapping[int, Comp
 def keep_states(
     planned: Sequence[PlannedBucket], size: int, rank: int, compressors: Iterable[Compressor] = ()
 ) -> list[BucketStates]:
-    """Begin with the initial states of the buckets. Returns those for `compressors`, then for others."""
+    """Begin with the initial states of the buckets. Returns those for `compressors`, then for others.
+
+    size, rank: Of buckets without a transport of their own.
+    """
     every = [*compressors, *(plan.compressor for plan in planned)]
     kept = {id(c): BucketStates(c) for c in {id(c): c for c in every}.values()}
     for plan in planned:
         plan.states = kept[id(plan.compressor)]
-        plan.states.add(plan.bucket, size, rank)
+        ranks = plan.transport
+        plan.states.add(plan.bucket, *((size, rank) if ranks is None else (ranks.size, ranks.rank)))
     if rank == 0:
         warn_of_dense(planned)
     return list(kept.values())

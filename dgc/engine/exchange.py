@@ -94,11 +94,12 @@ class GradientPlan:
     Attributes:
         groups: The buckets. The buckets of one group start together.
         states: The compressors with their states, in the order of the model.
-        transport: The ranks among which buckets are exchanged.
+        transport: The ranks among which buckets are exchanged, unless they have a transport of their own.
         prefix: Of all messages, unique on the transport.
         loss_scale: Removed from the gradients before they are compressed.
         momentum: The assignment of momentum, if an optimizer was given.
         place, part: This rank's place among the machines, and its part of their residual, on two levels.
+        others: The transports of the buckets that have one of their own, in one order on all ranks.
     """
 
     groups: Sequence[Sequence[PlannedBucket]]
@@ -109,6 +110,7 @@ class GradientPlan:
     momentum: MomentumCheck | None = None
     place: MachineRank | None = None
     part: ResidualPart | None = None
+    others: Sequence[Transport] = ()
     buckets: list[PlannedBucket] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -169,7 +171,15 @@ class GradientExchange(HasGatheredState):
         self.transport, self.meter = transport, meter
         self.planned, self.place, self.part = plan.buckets, plan.place, plan.part
         self._loss_scale = plan.loss_scale
-        self._engine = Engine(plan.groups, plan.transport, meter, plan.prefix, self._begin_step, plan.loss_scale)
+        self._engine = Engine(
+            plan.groups,
+            plan.transport,
+            meter,
+            plan.prefix,
+            self._begin_step,
+            plan.loss_scale,
+            others=plan.others,
+        )
         self._pass = BackwardPass()
         self._awaited_step: AwaitedStep | None = None
         self._epochs.begin()

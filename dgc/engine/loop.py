@@ -42,7 +42,6 @@ from dgc.comm.meter import TrafficMeter
 from dgc.comm.requests import is_on_host
 from dgc.comm.staging import HostCopy
 from dgc.comm.transport import Transport
-from dgc.core.bucket import Bucket
 from dgc.core.protocol import DenseResult, Report, Result, check_means, explained, joined
 from dgc.engine.buckets import PlannedBucket
 from dgc.engine.drops import is_used
@@ -200,10 +199,11 @@ class Engine:
         groups: The buckets. The buckets of one group start together.
         transport: Connects the ranks.
         meter: Counts bytes and seconds.
-        name: Prefix of communicators and messages, unique on the transport.
+        name: Prefix of communicators and messages, unique on the transports.
         begin_step: Called before the first bucket of each step starts.
         loss_scale: Removes the loss scale before compression.
         counts_dense: Count what a dense exchange would send. Otherwise the caller does.
+        others: The transports of the buckets that have one of their own, in one order on all ranks.
 
     Attributes:
         order: Says which groups may start. Each gradient of a group must be added once.
@@ -219,6 +219,7 @@ class Engine:
         begin_step: Callable[[], None] = lambda: None,
         loss_scale: LossScale | None = None,
         counts_dense: bool = True,
+        others: Sequence[Transport] = (),
     ):
         self.groups, self.meter, self._name = groups, meter, name
         planned = [plan for group in groups for plan in group]
@@ -229,11 +230,16 @@ class Engine:
         self._transport, self._begin_step, self._counts_dense = transport, begin_step, counts_dense
         self._position = {plan.bucket.name: i for i, plan in enumerate(planned)}
         self._communicators = [f"{name}.round{r}" for r in range(COMMUNICATORS)]
-        for communicator in self._communicators:
-            transport.open_communicator(communicator)
+        self._transports = list(dict.fromkeys([transport, *others]))
+        for connection in self._transports:
+            for communicator in self._communicators:
+                connection.open_communicator(communicator)
         self.intact, self.in_flight = Intact(), False
         self._started: list[Running] = []
         self._waiting: deque[Running] = deque()  # the last ones of them, not all of which are done
+
+    def _transport_of(self, plan: PlannedBucket) -> Transport:
+        return plan.transport or self._transport
 
     def check_ended(self, where: str) -> None:
         """Raise RuntimeError if an exception has ended a step after buckets had started. where: in which call."""
@@ -261,7 +267,7 @@ class Engine:
             self.in_flight = True
         for plan in self.groups[g]:
             if self._counts_dense:
-                self.meter.count_dense(plan.bucket.numel, self._transport.size)
+                self.meter.count_dense(plan.bucket.numel, self._transport_of(plan).size)
             side = self.streams.get(plan.bucket.device)
             with side.after_caller() if side else NO_STREAM, self.intact:
                 if self.loss_scale.enabled:
@@ -269,7 +275,7 @@ class Engine:
                 conversation = RunningConversation(
                     plan.bucket.name,
                     plan.states.reduce(plan.bucket),
-                    self._transport,
+                    self._transport_of(plan),
                     self.meter,
                     self._communicators,
                 )
@@ -305,36 +311,39 @@ class Engine:
             self.reset()
             for side in self.streams.values():
                 side.join()
-            results: list[tuple[PlannedBucket, Result]] = []
-            reason, reports, probes, is_finite = None, list[Report](), list[Tensor](), True
-            for running in started:
-                result = running.conversation.result
-                results.append((running.plan, result))
-                reason = reason or result.nonfinite
-                reports += result.reports
-                if isinstance(result, DenseResult) and not result.is_finite:
-                    probe = running.plan.bucket.probe()
-                    if is_on_host(probe):
-                        is_finite = is_finite and isfinite(probe.item())
-                    else:
-                        probes.append(probe.isfinite())
-            if reports or probes:  # the host waits once
-                numbers = HostCopy(joined(reports, probes)).wait()
-                reason = explained(reports, numbers) or reason
-                is_finite = is_finite and all(numbers[len(numbers) - len(probes) :])
-            if reason is None and not is_finite:
-                reason = self._explain([(plan.bucket, result) for plan, result in results])
+            results = [(running.plan, running.conversation.result) for running in started]
+            reasons = [
+                self._unusable([(p, result) for p, result in results if self._transport_of(p) is ranks], ranks)
+                for ranks in self._transports
+            ]
+            reason = next((found for found in reasons if found is not None), None)
             reason = reason if judge is None else judge(reason)
             if reason is not None:
                 for running in started:
                     running.plan.states.rollback(running.plan.bucket)
             return Outcome(results, reason)
 
-    def _explain(self, results: list[tuple[Bucket, Result]]) -> str | None:
-        """Return why the means must not be used; None if large finite elements have made their sum infinite."""
-        check = check_means(results)
-        name = f"{self._name}.means"
-        return RunningConversation(name, check, self._transport, self.meter, self._communicators).finish()
+    def _unusable(self, results: list[tuple[PlannedBucket, Result]], ranks: Transport) -> str | None:
+        """Return why the results on a transport must not be used, or None: the same on all its ranks."""
+        reason, reports, probes, is_finite = None, list[Report](), list[Tensor](), True
+        for plan, result in results:
+            reason = reason or result.nonfinite
+            reports += result.reports
+            if isinstance(result, DenseResult) and not result.is_finite:
+                probe = plan.bucket.probe()
+                if is_on_host(probe):
+                    is_finite = is_finite and isfinite(probe.item())
+                else:
+                    probes.append(probe.isfinite())
+        if reports or probes:  # the host waits once
+            numbers = HostCopy(joined(reports, probes)).wait()
+            reason = explained(reports, numbers) or reason
+            is_finite = is_finite and all(numbers[len(numbers) - len(probes) :])
+        if reason is not None or is_finite:
+            return reason
+        # large finite elements may have made a sum infinite
+        check, name = check_means([(plan.bucket, result) for plan, result in results]), f"{self._name}.means"
+        return RunningConversation(name, check, ranks, self.meter, self._communicators).finish()
 
     def _wait(self) -> None:
         """Wait for all rounds of all conversations."""

@@ -1,14 +1,14 @@
-"""Compression of a model that is sharded with FSDP2: the exchange of its gradients between machines.
+"""Compression of a model that FSDP2 shards or replicates: the exchange of its gradients between replicas.
 
-    transport = connect(hierarchical=True)
-    fully_shard(model, mesh=local_mesh(transport))  # and each layer before
-    exchange = compress(model, DGCCompressor(0.01, DGCSGDMemory(momentum=0.9)), transport=transport)
+    mesh = init_device_mesh("cuda", (machines, ranks), mesh_dim_names=("replicate", "shard"))
+    fully_shard(model, mesh=mesh)  # and each layer before; or replicate(model)
+    exchange = compress(model, DGCCompressor(0.01, DGCSGDMemory(momentum=0.9)))
     optimizer = DGCSGD(model.parameters(), lr=0.1, momentum=0.9)
 
-With M machines of L ranks, rank (m, l) has shard l of every parameter. For each parameter group, backward does
+With M replicas of L shards, rank (m, l) has shard l of every parameter. For each parameter group, backward does
 
-    reduce-scatter   g = mean over the L ranks of machine m, of shard l       by FSDP2, at full precision
-    all-reduce hook  mean over the M machines of g, compressed                among the ranks with local rank l
+    reduce-scatter   g = mean over the L ranks of replica m, of shard l       by FSDP2, at full precision
+    all-reduce hook  mean over the M replicas of g, compressed                among the ranks with shard l
 
 The result is the mean over all M L ranks. With `set_gradient_divide_factor(f)` it is their sum / f: g is then the
 sum over the L ranks, times M / f. The hook takes the gradients out of FSDP2 and leaves zeros. The means are added
@@ -16,12 +16,17 @@ to .grad when backward ends, so that a gradient that is not finite can drop all 
 in its hook, once all groups before it have started. The first backward pass counts how often each group is
 reduced, and starts all exchanges at its end.
 
+L and M are those of the group's mesh. Groups on several meshes, as experts have them, are exchanged on several
+transports, in one order on all ranks. `replicate` has L = 1. A group that is sharded over all ranks has M = 1:
+its gradient only takes part in the decision to drop a step. Without such meshes, machines are the replicas: with
+`fully_shard(model, mesh=local_mesh(transport))`, M and L are their number and size, which `transport=` describes.
+
 After an exception in backward, the next pass begins again without the gradients that were taken since the last
 exchange, if no group has started. Otherwise it raises RuntimeError, because ranks may have started other groups.
 FSDP2 itself continues only after `reset_iter_state()`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -29,15 +34,18 @@ from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dgc.comm.collectives import all_gather_object, all_reduce, barrier
 from dgc.comm.meter import TrafficMeter
-from dgc.comm.transport import CrossMachineTransport, Transport
+from dgc.comm.requests import Group
+from dgc.comm.torch_distributed import connect
+from dgc.comm.transport import CrossMachineTransport, Groups, Transport
 from dgc.core.bucket import Bucket, Segment, check_real, lay_out, local_part
-from dgc.core.dense import HorovodCompression
+from dgc.core.dense import DenseCompressor, HorovodCompression
 from dgc.core.protocol import Compressor, ExchangesMomentum, NonFiniteGradientError
 from dgc.core.route import Route
 from dgc.engine.agreement import checksum
@@ -48,11 +56,13 @@ from dgc.engine.momentum import MomentumCheck
 from dgc.engine.options import check_can_send, unique_prefix
 from dgc.engine.steps import AwaitedStep, before_steps
 from dgc.fsdp.shards import (
+    GroupMesh,
     ParameterGroup,
     Place,
     check_all_exchanged,
     check_ended,
     check_ranks,
+    check_shards,
     machines,
     parameter_groups,
     raise_not_exchanged,
@@ -60,11 +70,63 @@ from dgc.fsdp.shards import (
 )
 
 
+@dataclass(frozen=True, eq=False)
+class Replicas:
+    """The ranks between which the groups of one mesh are exchanged.
+
+    Attributes:
+        transport: Connects them alone.
+        lists: The ranks that have the same shards: those of this rank, and of the other ranks.
+        kind: What they are, in a word.
+    """
+
+    transport: Transport
+    lists: Sequence[Sequence[int]]
+    kind: str = "replica"
+
+
+def replicas_of_machines(transport: Transport, groups: Sequence[ParameterGroup]) -> Replicas:
+    """The machines. Raises ValueError if groups are not sharded over the ranks of each. Collective."""
+    check_ranks(transport)
+    ranks = machines(transport)
+    check_shards(groups, ranks[transport.group_rank("cross")])
+    cross = CrossMachineTransport(transport)
+    barrier(cross, "groups")  # raises ValueError if the transport has none
+    return Replicas(cross, list(zip(*ranks, strict=True)), "machine")
+
+
+def replicas_of_meshes(groups: Sequence[ParameterGroup]) -> tuple[Transport, dict[GroupMesh, Replicas]]:
+    """The replicas of each mesh, and a transport of all ranks, with the groups of the first mesh. Collective.
+
+    Raises:
+        ValueError: The meshes have no replicas, or differ between ranks.
+    """
+    own = list(dict.fromkeys(group.mesh for group in groups))
+    own.sort(key=lambda mesh: mesh.replicas is None)  # a stable order, with replicas first
+    if own[0].replicas is None:
+        raise ValueError(
+            f"the mesh of {groups[0].label} has no replicas, between which gradients would be exchanged: call "
+            "fully_shard with a mesh of two dimensions, or replicate, or dgc.fsdp.quantize for a model that is "
+            "sharded over all ranks. With local_mesh(transport) pass transport="
+        )
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, [(mesh.shards, mesh.replicas or (dist.get_rank(),)) for mesh in own])
+    if len({len(meshes) for meshes in found}) > 1:
+        raise ValueError(f"the model has {sorted({len(meshes) for meshes in found})} meshes on different ranks")
+    transports, of_mesh = list[Transport](), dict[GroupMesh, Replicas]()
+    for mesh, of_ranks in zip(own, zip(*found, strict=True), strict=True):
+        shards, lists = ([list(ranks) for ranks in dict.fromkeys(kind)] for kind in zip(*of_ranks, strict=True))
+        transports.append(connect(hierarchical=True, groups=Groups(dist.get_rank(), shards, lists)))
+        of_mesh[mesh] = Replicas(CrossMachineTransport(transports[-1]), lists)
+    return transports[0], of_mesh
+
+
 @dataclass(eq=False)
 class GroupPlan:
     """A parameter group and the buckets of its shards, one for each compressor.
 
     Attributes:
+        replicas: The ranks between which the group is exchanged.
         compressors: The compressor of each parameter.
         buckets: Parameters of which this rank has no rows are in none.
         places: For each bucket, the places of its parameters in the result of the reduce-scatter.
@@ -72,6 +134,7 @@ class GroupPlan:
     """
 
     group: ParameterGroup
+    replicas: "Replicas"
     compressors: tuple[Compressor, ...]
     buckets: tuple[PlannedBucket, ...]
     places: tuple[tuple[Place, ...], ...]
@@ -108,18 +171,23 @@ class GroupPlan:
                 p.grad = sharded_like(p, torch.zeros_like(local_part(p)))
 
 
-def plan_groups(groups: Sequence[ParameterGroup], route: Route, prefix: str) -> list[GroupPlan]:
+def plan_groups(
+    groups: Sequence[ParameterGroup], replicas_of: Mapping[GroupMesh, Replicas], route: Route, prefix: str
+) -> list[GroupPlan]:
     """Plan the buckets of each group, in the order of their exchange.
 
-    A parameter's compressor depends on the whole parameter, so that all ranks choose the same.
+    A parameter's compressor depends on the whole parameter, so that all ranks choose the same. What a mesh without
+    replicas does not exchange stays as it is.
     """
-    plans = []
+    plans, alone = [], DenseCompressor()
     for g, group in enumerate(groups):
+        replicas = replicas_of[group.mesh]
+        is_exchanged = group.mesh.replicas is not None or replicas.kind == "machine"
         compressors = []
         for name, p in zip(group.names, group.parameters, strict=True):
             check_real(name, p.dtype)
             whole = Segment(name, 0, p.numel(), tuple(p.shape), tuple(p.stride()))
-            compressors.append(route.compressor_for(whole))
+            compressors.append(route.compressor_for(whole) if is_exchanged else alone)
         buckets, places = [], []
         for c, compressor in enumerate(dict.fromkeys(compressors)):
             members = [
@@ -132,51 +200,54 @@ def plan_groups(groups: Sequence[ParameterGroup], route: Route, prefix: str) -> 
             if members:
                 segments = lay_out([(name, p.to_local()) for name, p, _ in members])
                 bucket = Bucket(f"{prefix}.{g}.{c}", segments, members[0][1].dtype, group.device)
-                buckets.append(PlannedBucket(bucket, compressor, tuple(p for _, p, _ in members)))
+                parameters = tuple(p for _, p, _ in members)
+                buckets.append(PlannedBucket(bucket, compressor, parameters, transport=replicas.transport))
                 places.append(tuple(place for _, _, place in members))
-        plans.append(GroupPlan(group, tuple(compressors), tuple(buckets), tuple(places)))
+        plans.append(GroupPlan(group, replicas, tuple(compressors), tuple(buckets), tuple(places)))
     return plans
 
 
-def check_equal_models(groups: Sequence[ParameterGroup], transport: Transport, name: str) -> None:
-    """Raise ValueError on every rank if a parameter differs between machines. Collective."""
-    named = [(n, p) for group in groups for n, p in zip(group.names, group.parameters, strict=True)]
-    own = {n: checksum(p.to_local()) for n, p in named}
-    digests = all_gather_object(transport, own, name)
-    first, *others = machines(transport)
-    for machine, ranks in enumerate(others, 1):
-        for mine, other in zip(first, ranks, strict=True):
-            for parameter, digest in digests[mine].items():
-                if digests[other][parameter] != digest:
-                    raise ValueError(
-                        f"{parameter} differs between machines 0 and {machine} before the first step: initialise "
-                        "the model with the same seed on every rank, or load a checkpoint"
-                    )
+def check_equal_models(plans: Sequence[GroupPlan], transport: Transport, name: str) -> None:
+    """Raise ValueError on every rank if a parameter differs between replicas. Collective."""
+    named = [(n, p) for plan in plans for n, p in zip(plan.group.names, plan.group.parameters, strict=True)]
+    digests = all_gather_object(transport, {n: checksum(p.to_local()) for n, p in named}, name)
+    for plan in plans:
+        for first, *others in plan.replicas.lists:
+            for number, other in enumerate(others, 1):
+                for parameter in plan.group.names:
+                    if digests[other][parameter] != digests[first][parameter]:
+                        raise ValueError(
+                            f"{parameter} differs between {plan.replicas.kind}s 0 and {number} before the first "
+                            "step: initialise the model with the same seed on every rank, or load a checkpoint"
+                        )
 
 
 class FSDPExchange(GradientExchange):
-    """Exchanges a sharded model's gradients between machines with compression. `compress` is another name for it.
+    """Exchanges a model's gradients between replicas with compression. `compress` is another name for it.
 
-    Construction is collective, after `fully_shard` with `local_mesh(transport)` and before training. All machines
-    must begin with the same parameters. Parameters that are frozen now take no part. The gradient of a trainable
-    parameter that a backward pass does not use counts as zero. Save `compression_state_dict()` on each rank: it
-    has the residual of this rank's rows.
+    The replicas are those of the meshes that `fully_shard` (HSDP) or `replicate` was called with: it takes the
+    place of FSDP2's all-reduce. Or they are the machines, after `fully_shard` with `local_mesh(transport)`.
+
+    Construction is collective, before training. All replicas must begin with the same parameters. Parameters that
+    are frozen now take no part. The gradient of a trainable parameter that a backward pass does not use counts as
+    zero. Save `compression_state_dict()` on each rank: it has the residual of this rank's rows.
 
     Args:
-        model: The model, on which `fully_shard` was called last.
+        model: The model, on which `fully_shard` or `replicate` was called last.
         compression: A compressor of `dgc.compression`, a Route, or Horovod's Compression.none or .fp16. None: no
             compression. A compressor that needs a matrix gets this rank's rows of the parameter.
-        transport: Connects all ranks. It needs groups inside and between machines: `connect(hierarchical=True)`.
+        transport: Connects all ranks, with groups inside and between machines: `connect(hierarchical=True)`. None:
+            the meshes of the model have replicas.
         nonfinite, steps_per_epoch: As for `dgc.ddp.compress`.
         grad_scaler: The GradScaler or ShardedGradScaler that scales the loss, if any.
 
     Attributes:
-        meter (TrafficMeter): Bytes that this rank sent to other machines, and seconds.
+        meter (TrafficMeter): Bytes that this rank sent to other replicas, and seconds.
         dropped_steps (int): Backward passes whose gradients were dropped because of NaN or inf.
 
     Raises:
         ValueError: An argument is invalid, a setting differs between ranks, machines have different numbers of
-            ranks, the model is sharded in another way, or its gradients are exchanged already.
+            ranks, the model has no replicas, or its gradients are exchanged already.
     """
 
     _is_sharded = True
@@ -186,29 +257,37 @@ class FSDPExchange(GradientExchange):
         model: nn.Module,
         compression: Compressor | Route | HorovodCompression | None = None,
         *,
-        transport: Transport,
+        transport: Transport | None = None,
         nonfinite: str = "skip",
         grad_scaler: Any = None,
         steps_per_epoch: int | None = None,
     ):
         settings = ExchangeSettings(compression, nonfinite, grad_scaler, steps_per_epoch)
-        check_ranks(transport)
         for rule in settings.route.rules:
             if isinstance(rule.compressor, ExchangesMomentum):
                 raise ValueError(
                     f"{type(rule.compressor).__name__} exchanges the momentum of an optimizer, which dgc.fsdp does"
                     " not pass to it: use a compressor of gradients"
                 )
-        settings.check_equal(transport)
-        self._groups = groups = parameter_groups(model, machines(transport)[transport.group_rank("cross")])
+        if transport is not None:
+            check_ranks(transport)
+        self._groups = groups = parameter_groups(model)
         for group in groups:
             group.check_no_hook()
             group.check_elements()
-        self._name, self._machines = unique_prefix(transport), transport.group_size("cross")
-        self._plans = plan_groups(groups, settings.route, self._name)
+        if transport is None:
+            transport, replicas_of = replicas_of_meshes(groups)
+        else:
+            of_machines = replicas_of_machines(transport, groups)
+            replicas_of = {group.mesh: of_machines for group in groups}
+        settings.check_equal(transport)
+        self._name, self._kind = unique_prefix(transport), replicas_of[groups[0].mesh].kind
+        self._plans = plan_groups(groups, replicas_of, settings.route, self._name)
         planned = [bucket for plan in self._plans for bucket in plan.buckets]
-        cross = CrossMachineTransport(transport)
-        barrier(cross, "groups")  # raises ValueError if the transport has none
+        connections = [replicas.transport for replicas in replicas_of.values()]
+        # ranks that share replicas have the same results: a reason to drop a step is told within their shards
+        meets_all = transport.group_size("local") * transport.group_size("cross") == transport.size
+        self._told: Group = "local" if len(set(connections)) == 1 and meets_all else "world"
         loss_scale = LossScale(grad_scaler, planned)
         # whole parameters, so that a difference in rows that only some ranks have is seen by all of them
         own = [
@@ -219,12 +298,12 @@ class FSDPExchange(GradientExchange):
         check_equal_plans(own, transport)
         # in model order: positions name the saved states
         compressors = list(dict.fromkeys(c for plan in reversed(self._plans) for c in plan.compressors))
-        check_can_send(compressors, cross)
-        states, buckets = (
-            keep_states(planned, cross.size, cross.rank, compressors),
-            [p.buckets for p in self._plans],
-        )
-        plan = GradientPlan(buckets, states, cross, self._name, loss_scale)
+        for connection in connections:
+            check_can_send(compressors, connection)
+        first, *others = connections
+        states = keep_states(planned, first.size, first.rank, compressors)
+        buckets = [p.buckets for p in self._plans]
+        plan = GradientPlan(buckets, states, first, self._name, loss_scale, others=others)
         effect = "every rank drops this step, in which every .grad is None"
         super().__init__(settings, plan, transport, TrafficMeter(), effect)
         self._parameters = {p for group in groups for p in group.parameters}
@@ -248,7 +327,8 @@ class FSDPExchange(GradientExchange):
             self._begin()
         plan = self._plans[g]
         plan.group.check(output)
-        plan.add(output, plan.group.scale(self._machines))  # not later: the residual has the unit of .grad
+        # not later: the residual has the unit of .grad
+        plan.add(output, plan.group.scale(plan.replicas.transport.size))
         output.zero_()
         if output.is_cuda:  # FSDP2 may free it while this stream still reads it
             output.record_stream(torch.cuda.current_stream(output.device))
@@ -296,7 +376,7 @@ class FSDPExchange(GradientExchange):
         """Wait for the exchange of all groups, and complete .grad. Runs at the end of backward."""
         is_first = self._expected is None
         if is_first:
-            check_equal_models(self._groups, self._ranks, f"{self._name}.models")
+            check_equal_models(self._plans, self._ranks, f"{self._name}.models")
         with self._side.after_caller() if self._side else nullcontext():
             outcome = self._finish_step(learn=not is_first)
             if is_first:
@@ -315,12 +395,11 @@ class FSDPExchange(GradientExchange):
             self._drop(outcome.nonfinite)
 
     def _judge(self, reason: str | None) -> str | None:
-        # all machines have the same results of a shard
         flag = torch.tensor([reason is not None], dtype=torch.int64)
-        if not all_reduce(self._ranks, flag, "max", f"{self._name}.dropped", "local").item():
+        if not all_reduce(self._ranks, flag, "max", f"{self._name}.dropped", self._told).item():
             return None
         reasons = all_gather_object(self._ranks, reason, f"{self._name}.reason")
-        return f"{next(filter(None, reasons))} (the rank is the number of a machine)"
+        return f"{next(filter(None, reasons))} (the rank is the number of a {self._kind})"
 
     def _drop(self, reason: str) -> None:
         for plan in self._plans:
@@ -351,7 +430,7 @@ class FSDPExchange(GradientExchange):
         self._momentum[optimizer].check(optimizer)
 
     def close(self) -> None:
-        """Remove the hooks. Gradients are then averaged inside machines only, until `compress` is called again."""
+        """Remove the hooks. FSDP2 then averages over the replicas of its meshes, and not between machines."""
         self._end_checks()
         for group in self._groups:
             group.release(self)

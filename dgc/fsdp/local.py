@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from dgc.comm.conversation import RunningConversation
 from dgc.comm.requests import AllReduce, Conversation
 from dgc.comm.transport import CrossMachineTransport, Transport
-from dgc.fsdp.shards import check_ended, check_ranks, machines, parameter_groups, sharded_like
+from dgc.fsdp.shards import check_ended, check_ranks, check_shards, machines, parameter_groups, sharded_like
 from dgc.gossip.protocol import Gossip, UsesOptimizer
 from dgc.optim.local import OF_ANOTHER_RANK, LocalOptimizer, check_method
 
@@ -62,7 +62,8 @@ class ShardedLocalOptimizer(LocalOptimizer):
                 f"{type(method).__name__} cannot exchange shards: use dgc.local.OuterSteps or another synchronous "
                 "algorithm, without HierarchicalGossip"
             )
-        self._groups = parameter_groups(model, machines(transport)[transport.group_rank("cross")])
+        self._groups = parameter_groups(model)
+        check_shards(self._groups, machines(transport)[transport.group_rank("cross")])
         self._modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         if not isinstance(optimizer, Optimizer):

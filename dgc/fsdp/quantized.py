@@ -52,7 +52,7 @@ from dgc.core.state import check_mapping, check_tensor
 from dgc.engine.drops import DropPolicy, check_nonfinite
 from dgc.engine.loop import LossScale
 from dgc.engine.steps import AwaitedStep, BackwardPass, check_not_running
-from dgc.fsdp.shards import ParameterGroup, Place, parameter_groups, sharded_like
+from dgc.fsdp.shards import ParameterGroup, Place, check_shards, parameter_groups, sharded_like
 from dgc.kernels import BlockCode, usable
 
 UNUSABLE = "{name} on rank {rank} has NaN or inf, or is 2**64 or more"
@@ -388,7 +388,8 @@ class FSDPQuantizer:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {value!r}")
         self.error, self.scale = error, LossScale(grad_scaler, ())
         self.meter = TrafficMeter(dense="FSDP2's own collectives")
-        self._groups = parameter_groups(model, mesh="init_device_mesh(device, (ranks,))", frozen=True)
+        self._groups = parameter_groups(model, frozen=True)
+        check_shards(self._groups, self._groups[0].mesh.shards)
         self._mesh = self._groups[0].gathered[0].device_mesh
         effect, is_first = (
             "every rank drops this step, in which every .grad is None",

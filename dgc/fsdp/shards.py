@@ -1,13 +1,18 @@
 """The parameter groups of FSDP2, and where each parameter lies in the result of a group's reduce-scatter.
 
-A group has the parameters of one call of `fully_shard`. Its hook receives one flat tensor: this rank's rows of
-each trainable parameter, one after another. With n ranks, a parameter [d, ...] has a place for ceil(d / n) rows on
-each. The last ranks may have fewer rows, or none. The rest of the place is padding.
+A group has the parameters of one call of `fully_shard` or `replicate` that are on one mesh, which has shards,
+replicas or both. Its hook receives one flat tensor: this rank's rows of each trainable parameter, one after
+another. With n shards, a parameter [d, ...] has a place for ceil(d / n) rows on each. The last ranks may have
+fewer rows, or none. The rest of the place is padding.
 
     n = 2, weight [3, 4], bias [3]      rank 0: 8 elements, 2 elements
                                         rank 1: 4 elements, 4 of padding, 1 element, 1 of padding
 
 A parameter that is sharded along another dimension has no padding, because FSDP2 requires a multiple of n there.
+
+Where a mesh has replicas, FSDP2 averages over them itself, before its hook. `install` takes that out: the group
+gets another `mesh_info`, with the same shards and without replicas. The parameters keep theirs, so that their
+DTensors, gradients and checkpoints stay as they are.
 
 All attributes of FSDP2 that are not part of its interface are read in this file, and listed in
 compatibility.py.
@@ -25,11 +30,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo
+from torch.distributed.tensor import DTensor
 
 from dgc.comm.collectives import all_gather_object, find_machine_rank
 from dgc.comm.transport import Transport
-from dgc.fsdp.compatibility import CONTEXT, GROUP, PARAMETER, STATE, TORCH
+from dgc.fsdp.compatibility import CONTEXT, GROUP, PARAMETER, REPLICATED_MESH, SHARDED_MESH, STATE, TORCH
 
 # of each parameter group of FSDP2, a weak reference to what exchanges it
 _owners: WeakKeyDictionary[Any, weakref.ref[Any]] = WeakKeyDictionary()
@@ -62,43 +68,46 @@ def lay_out(shapes: Sequence[tuple[Sequence[int], Sequence[int], int]], ranks: i
     return tuple(places)
 
 
-class ParameterGroup:
-    """The trainable parameters of one call of `fully_shard` on `module`.
+@dataclass(frozen=True)
+class GroupMesh:
+    """The ranks of a parameter group, as one of them sees it.
 
-    label: Name of the module, for messages. names: Names of the model's parameters. ranks: Ranks of this machine.
-    mesh: The mesh that the module needs, in words. ValueError if it is sharded over others, or in another way.
+    shards: The ranks among which its parameters are divided. replicas: Those that have the same shards, over which
+    FSDP2 averages after its reduce-scatter. None: the mesh has no such dimension.
     """
 
-    def __init__(self, label: str, module: FSDPModule, names: dict[Tensor, str], ranks: Sequence[int], mesh: str):
-        self.label, self.module, self._ranks = label, module, len(ranks)
-        state = module._get_fsdp_state()
-        TORCH.check(state, STATE)
-        TORCH.check(state._state_ctx, CONTEXT)
-        groups: list[Any] = list(state._fsdp_param_groups)
-        for group in groups:
-            TORCH.check(group, GROUP)
-            for shard in group.fsdp_params:
-                TORCH.check(shard, PARAMETER)
-        if len(groups) > 1:
-            raise ValueError(
-                f"{label} has {len(groups)} parameter groups (shard_placement_fn with several meshes): FSDP2 has "
-                "no all-reduce hook for them. Shard all modules with one mesh"
-            )
-        self._group: Any = groups[0] if groups else None
-        self.device: Any = self._group and self._group.device  # of reduced gradients, also with CPU offloading
+    shards: tuple[int, ...]
+    replicas: tuple[int, ...] | None
+
+
+class ParameterGroup:
+    """The trainable parameters on one mesh of one call of `fully_shard` or `replicate` on `module`.
+
+    label: Name of the group, for messages. group: FSDP2's own object. names: Names of the model's parameters.
+    """
+
+    def __init__(self, label: str, module: FSDPModule, group: Any, names: dict[Tensor, str]):
+        self.label, self.module, self._group = label, module, group
+        TORCH.check(group, GROUP)
+        for shard in group.fsdp_params:
+            TORCH.check(shard, PARAMETER)
+        self.mesh = _mesh_of(group.mesh_info)
+        self.device: Any = group.device  # of reduced gradients, also with CPU offloading
         self._hook: Callable[[Tensor], None] | None = None
-        shards = [s for s in self._group.fsdp_params if s.sharded_param.requires_grad] if self._group else []
-        self._shards = shards
+        self._restore: Callable[[], None] = lambda: None  # what `install` has changed beside the hook
+        self._shards = shards = [s for s in group.fsdp_params if s.sharded_param.requires_grad]
         self.parameters: tuple[DTensor, ...] = tuple(shard.sharded_param for shard in shards)
         self.names = tuple(names[p] for p in self.parameters)
-        gathered = self._group.fsdp_params if self._group else ()
-        self.gathered: tuple[DTensor, ...] = tuple(shard.sharded_param for shard in gathered)
+        self.gathered: tuple[DTensor, ...] = tuple(shard.sharded_param for shard in group.fsdp_params)
         self.gathered_names = tuple(names[p] for p in self.gathered)
-        dims = {p: _divided_dim(label, p, ranks, mesh) for p in self.gathered}
-        self.dims = tuple(dims[p] for p in self.parameters)
+        self.dims: tuple[int, ...] = tuple(shard.fsdp_placement.dim for shard in shards)
         self.places, self.gathered_places = (
-            lay_out([(p.shape, p.to_local().shape, dims[p]) for p in own], len(ranks))
-            for own in (self.parameters, self.gathered)
+            # of a parameter that other parallelism divides too, _orig_size is the part of these ranks
+            lay_out(
+                [(s._orig_size, s.sharded_param.to_local().shape, s.fsdp_placement.dim) for s in own],
+                len(self.mesh.shards),
+            )
+            for own in (shards, group.fsdp_params)
         )
         self.numel = sum(place.reserved for place in self.places)
 
@@ -109,8 +118,8 @@ class ParameterGroup:
         """Forget the claim, and remove the hook, unless another one has taken its place."""
         if self._has_its_hook:
             self._hook = None
-            self.module.set_reduce_scatter_unused_params(False, recurse=False)
-            self.module.set_all_reduce_hook(None)  # type: ignore[arg-type]
+            self._group._all_reduce_hook = self._group._all_reduce_hook_stream = None
+            self._restore()
         if self._group in _owners and _owners[self._group]() is owner:
             del _owners[self._group]
 
@@ -124,11 +133,16 @@ class ParameterGroup:
             )
 
     def check_no_hook(self) -> None:
-        """Raise ValueError if the group has a hook of the user."""
-        if self._group is not None and self._group._all_reduce_hook is not None:
+        """Raise ValueError if the group has a hook of the user, or gradients that FSDP2 has not averaged yet."""
+        if self._group._all_reduce_hook is not None:
             raise ValueError(
                 f"{self.label} has a hook of set_all_reduce_hook already, whose place dgc.fsdp.compress would "
                 "take: leave that hook out"
+            )
+        if self._group._partial_reduce_output is not None:
+            raise ValueError(
+                f"{self.label} has gradients of a backward pass with set_requires_all_reduce(False), which would "
+                "be lost: call dgc.fsdp.compress before training, or after a step"
             )
 
     def takes_views_of(self, output: Tensor) -> bool:
@@ -157,46 +171,56 @@ class ParameterGroup:
 
     def use_collectives(self, reduce_scatter: Any, all_gather: Any) -> Callable[[], None]:
         """Let the group use other collectives. None: unchanged. Returns what undoes it."""
-        group, module = self._group, self.module
+        group = self._group  # FSDP2's own setters refuse modules with several groups
         before = group._reduce_scatter_comm, group._all_gather_comm, group.reduce_scatter_unused_params
 
         def install(reduce_scatter: Any, all_gather: Any, unused: bool) -> None:
             if reduce_scatter is not None:
-                module.set_custom_reduce_scatter(reduce_scatter)
-                module.set_reduce_scatter_unused_params(unused, recurse=False)
+                group._reduce_scatter_comm, group.reduce_scatter_unused_params = reduce_scatter, unused
             if all_gather is not None:
-                module.set_custom_all_gather(all_gather)
+                group._all_gather_comm = all_gather
 
         install(reduce_scatter, all_gather, True)
         return lambda: install(*before)
 
     def install(self, hook: Callable[[Tensor], None], stream: torch.cuda.Stream | None) -> None:
-        """Set the hook that takes the result of each reduce-scatter. Unused parameters get zeros there."""
-        self._hook = hook
-        self.module.set_reduce_scatter_unused_params(True, recurse=False)
-        self.module.set_all_reduce_hook(hook, stream=stream)
+        """Set the hook that takes the result of each reduce-scatter, in place of FSDP2's all-reduce.
+
+        Unused parameters get zeros there.
+        """
+        self._hook, group = hook, self._group  # FSDP2's own setters refuse modules with several groups
+        group._all_reduce_hook, group._all_reduce_hook_stream = hook, stream
+        unused, group.reduce_scatter_unused_params = group.reduce_scatter_unused_params, True
+        restore_mesh = _leave_out_all_reduce(group)
+
+        def restore() -> None:
+            group.reduce_scatter_unused_params = unused
+            restore_mesh()
+
+        self._restore = restore
 
     @property
     def _has_its_hook(self) -> bool:
-        return self._hook is not None and self._group is not None and self._group._all_reduce_hook is self._hook
+        return self._hook is not None and self._group._all_reduce_hook is self._hook
 
     @property
     def is_exchanged(self) -> bool:
         """Whether this backward pass ends with an exchange between machines: it does not only add gradients."""
-        return self._group is not None and self._group.reduce_grads and self._group.all_reduce_grads
+        return bool(self._group.reduce_grads and self._group.all_reduce_grads)
 
-    def scale(self, machines: int) -> float:
-        """Return the factor of a reduce-scatter's result whose mean over the machines is the gradient.
+    def scale(self, replicas: int) -> float:
+        """Return the factor of a reduce-scatter's result whose mean over the replicas is the gradient.
 
         That is the mean over all ranks, or their sum divided by `set_gradient_divide_factor`. FSDP2 divides in the
         reduce-scatter. With `set_force_sum_reduction_for_comms` it would do so after its hook, when the gradient
         has been taken already.
         """
         factor, sums = self._group.gradient_divide_factor, self._group.force_sum_reduction_for_comms
-        is_divided = not sums or self._ranks == 1  # of one rank FSDP2 divides the gradient itself
+        shards = len(self.mesh.shards)
+        is_divided = not sums or shards == 1  # of one rank FSDP2 divides the gradient itself
         if factor is None:
-            return 1.0 if is_divided else 1 / self._ranks
-        return machines if is_divided else machines / factor
+            return 1.0 if is_divided else 1 / shards
+        return replicas if is_divided else replicas / factor
 
     def check_not_replaced(self, since: str) -> None:
         """Raise RuntimeError if parameters were replaced. since: what the user has called of dgc.fsdp."""
@@ -219,7 +243,7 @@ class ParameterGroup:
             )
         if not self._has_its_hook:
             raise RuntimeError(
-                f"the hook of {self.label} was replaced after dgc.fsdp.compress, so that machines would no longer "
+                f"the hook of {self.label} was replaced after dgc.fsdp.compress, so that replicas would no longer "
                 "exchange its gradients: leave out set_all_reduce_hook, or close() the exchange"
             )
 
@@ -238,7 +262,7 @@ class ParameterGroup:
         hooked = [n for n, p in zip(self.names, self.parameters, strict=True) if p._post_accumulate_grad_hooks]
         if hooked:
             raise RuntimeError(
-                f"{hooked[0]} has a hook that runs when its gradient is accumulated, before machines have "
+                f"{hooked[0]} has a hook that runs when its gradient is accumulated, before replicas have "
                 "exchanged it: an optimizer that steps during backward is not supported"
             )
 
@@ -253,7 +277,7 @@ def check_ended(modules: Iterable[FSDPModule]) -> None:
 
 
 def check_all_exchanged(groups: Sequence[ParameterGroup]) -> None:
-    """Raise RuntimeError if a group has changed, or each machine would train a parameter of the model alone."""
+    """Raise RuntimeError if a group has changed, or each replica would train a parameter of the model alone."""
     for group in groups:
         group.check_unchanged()
     for state in groups[0].module._get_fsdp_state()._state_ctx.all_states:  # none before the first forward pass
@@ -265,7 +289,7 @@ def check_all_exchanged(groups: Sequence[ParameterGroup]) -> None:
 
 def raise_not_exchanged(name: str) -> NoReturn:
     raise RuntimeError(
-        f"each machine would train {name} alone: it was unfrozen, sharded or added after dgc.fsdp.compress, or it "
+        f"each replica would train {name} alone: it was unfrozen, sharded or added after dgc.fsdp.compress, or it "
         "is not in the model that compress was called with. close() the exchange, and call compress with the "
         "whole model"
     )
@@ -276,20 +300,13 @@ def sharded_like(p: DTensor, own: Tensor) -> DTensor:
     return DTensor.from_local(own, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
 
 
-def parameter_groups(
-    model: nn.Module,
-    ranks: Sequence[int] | None = None,
-    mesh: str = "local_mesh(transport)",
-    frozen: bool = False,
-) -> list[ParameterGroup]:
+def parameter_groups(model: nn.Module, frozen: bool = False) -> list[ParameterGroup]:
     """Return the groups with trainable parameters, in the order in which backward reduces them in most models.
 
     That is the reverse order of registration, with a module after its children.
 
     Args:
         model: The model.
-        ranks: Ranks of this machine. None: the ranks over which the first parameter is sharded.
-        mesh: In words, the mesh that the model needs.
         frozen: Also return the groups without trainable parameters.
 
     Raises:
@@ -305,18 +322,15 @@ def parameter_groups(
     for _, module in sharded.values():
         module.reshard()  # after a forward pass the outermost module has gathered parameters in their place
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
-    if ranks is None:
-        first_sharded = next((p for p in names if isinstance(p, DTensor)), None)
-        ranks = [] if first_sharded is None else first_sharded.device_mesh.mesh.flatten().tolist()
-    groups = [ParameterGroup(label, module, names, ranks, mesh) for label, module in sharded.values()]
+    groups = [group for label, module in sharded.values() for group in _groups_of(label, module, names)]
     for group in groups:
         group.check_free()
     owned = {p for group in groups for p in group.parameters}
     missing = [name for p, name in names.items() if p.requires_grad and p not in owned]
     if missing:
         raise ValueError(
-            f"{len(missing)} trainable parameters are not sharded, such as {missing[0]}: call "
-            f"fully_shard(model, mesh={mesh}) on the whole model first"
+            f"{len(missing)} trainable parameters are not sharded, such as {missing[0]}: call fully_shard or "
+            "replicate on the whole model first"
         )
     used = [group for group in reversed(groups) if (group.gathered if frozen else group.parameters)]
     if not used:
@@ -324,23 +338,62 @@ def parameter_groups(
     return used
 
 
-def _divided_dim(label: str, p: DTensor, ranks: Sequence[int], needed: str) -> int:
-    """Return the dimension along which a parameter is sharded. Raise ValueError if not over these ranks."""
-    mesh, placement = p.device_mesh, p.placements[0]
-    if mesh.ndim != 1:
-        raise ValueError(
-            f"{label} is sharded over a mesh of {mesh.ndim} dimensions. On such a mesh (HSDP) FSDP2 averages over "
-            "machines at full precision before its hook runs, and tensor parallelism is not supported: call "
-            f"fully_shard(module, mesh={needed})"
-        )
-    if not isinstance(placement, Shard):
-        raise ValueError(f"the parameters of {label} are replicated: call fully_shard, not replicate")
-    if (found := mesh.mesh.tolist()) != list(ranks):
-        raise ValueError(
-            f"{label} is sharded over ranks {found}, and this machine has ranks {list(ranks)}: call "
-            f"fully_shard(module, mesh={needed})"
-        )
-    return placement.dim
+def _groups_of(label: str, module: FSDPModule, names: dict[Tensor, str]) -> list[ParameterGroup]:
+    state = module._get_fsdp_state()
+    TORCH.check(state, STATE)
+    TORCH.check(state._state_ctx, CONTEXT)
+    groups: list[Any] = list(state._fsdp_param_groups)
+    labels = [f"parameter group {g} of {label}" for g in range(len(groups))] if len(groups) > 1 else [label]
+    return [ParameterGroup(own, module, group, names) for own, group in zip(labels, groups, strict=False)]
+
+
+def _mesh_of(info: Any) -> GroupMesh:
+    shards, replicas = tuple([dist.get_rank()]), None
+    if isinstance(info, FSDPMeshInfo):
+        TORCH.check(info, SHARDED_MESH)
+        shards = tuple(dist.get_process_group_ranks(info.shard_process_group))
+    if isinstance(info, DDPMeshInfo):
+        TORCH.check(info, REPLICATED_MESH)
+        replicas = tuple(dist.get_process_group_ranks(info.replicate_process_group))
+    return GroupMesh(shards, replicas)
+
+
+def _leave_out_all_reduce(group: Any) -> Callable[[], None]:
+    """Let a group of FSDP2 not average over replicas. Returns what undoes it.
+
+    FSDP2 averages if the `mesh_info` of the group, which it reads in every backward pass, is a DDPMeshInfo.
+    """
+    before = group.mesh_info
+    if not isinstance(before, DDPMeshInfo):
+        return lambda: None
+    plain: Any = object.__new__(FSDPMeshInfo if isinstance(before, FSDPMeshInfo) else DataParallelMeshInfo)
+    vars(plain).update(vars(before))  # also what versions of torch add
+
+    def replace(old: Any, new: Any) -> None:
+        group.mesh_info = new
+        if group.post_forward_mesh_info is old:  # FSDP2 compares the two
+            group.post_forward_mesh_info = new
+
+    replace(before, plain)
+    return lambda: replace(plain, before)
+
+
+def check_shards(groups: Iterable[ParameterGroup], ranks: Sequence[int]) -> None:
+    """Raise ValueError unless all groups are sharded over these ranks of one machine, and nothing else."""
+    cure = "call fully_shard(module, mesh=local_mesh(transport))"
+    for group in groups:
+        if group.mesh.replicas is not None:
+            raise ValueError(
+                f"the mesh of {group.label} has replicas, which a transport would describe a second time: call "
+                f"dgc.fsdp.compress without transport=, or {cure}"
+            )
+        if (ndim := group.gathered[0].device_mesh.ndim) != 1:
+            raise ValueError(f"{group.label} is sharded over a mesh of {ndim} dimensions: {cure}")
+        if group.mesh.shards != tuple(ranks):
+            raise ValueError(
+                f"{group.label} is sharded over ranks {list(group.mesh.shards)}, and this machine has ranks "
+                f"{list(ranks)}: {cure}"
+            )
 
 
 def check_ranks(transport: Transport) -> None:

@@ -67,7 +67,7 @@ def test_arguments_are_named(transport: Transport, model: Any) -> None:
 
     attempt(f"{on_which}_shard was called, not None", None)
     attempt(f"{on_which}_shard was called, not <class", nn.Linear)
-    attempt(f"{connected}, with hierarchical=True, not None", transport=None)
+    attempt("the mesh of module 2 has no replicas, between which gradients would be exchanged", transport=None)
     attempt(f"{connected}, with hierarchical=True, not 'x'", transport="x")
     attempt("transport has 2 ranks, and torch.distributed has 1", transport=LockstepWorld(2).transports[0])
     attempt("steps_per_epoch must be None or a positive int, not '3'", steps_per_epoch="3")
@@ -140,7 +140,7 @@ def test_parameters_that_fsdp1_has_sharded_are_refused(transport: Transport) -> 
 
 def test_gradients_that_machines_would_not_exchange(transport: Transport) -> None:
     """Machines would end with different models, or a frozen parameter would change."""
-    alone, thaw = "each machine would train {} alone", partial(nn.Module.requires_grad_, requires_grad=True)
+    alone, thaw = "each replica would train {} alone", partial(nn.Module.requires_grad_, requires_grad=True)
     rows: list[tuple[str, Callable[[Any], Any], tuple[int, ...]]] = [
         ("0.weight of module 0 was frozen", lambda model: model[0].requires_grad_(False), ()),
         *((alone.format(f"{layers[0]}.weight"), thaw, layers) for layers in ((0,), (4, 5))),

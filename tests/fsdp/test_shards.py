@@ -16,7 +16,7 @@ from dgc.compression import DenseCompressor
 from dgc.core.bucket import make_bucket
 from dgc.engine.buckets import PlannedBucket
 from dgc.fsdp import shards as mesh
-from dgc.fsdp.exchange import GroupPlan, check_equal_models
+from dgc.fsdp.exchange import GroupPlan, Replicas, check_equal_models
 from dgc.fsdp.shards import ParameterGroup, lay_out
 
 GROUPS: list[list[tuple[int, ...]]] = [
@@ -61,8 +61,8 @@ def plan_of(shapes: list[tuple[int, ...]], rank: int, ranks: int) -> GroupPlan:
     members = [(pair, place) for pair, place in zip(tensors, places, strict=True) if pair[1].numel()]
     bucket = make_bucket("b", [pair for pair, _ in members])
     planned = PlannedBucket(bucket, DenseCompressor(), tuple(t for (_, t), _ in members))
-    group = object.__new__(ParameterGroup)  # not used
-    return GroupPlan(group, (), (planned,), (tuple(place for _, place in members),))
+    group, replicas = object.__new__(ParameterGroup), object.__new__(Replicas)  # not used
+    return GroupPlan(group, replicas, (), (planned,), (tuple(place for _, place in members),))
 
 
 def test_gradients_of_several_backward_passes_add_up() -> None:
@@ -98,5 +98,6 @@ def test_machines_with_elements_in_another_order_differ(transport: LockstepTrans
     own = torch.arange(6, dtype=torch.bfloat16)
     p = SimpleNamespace(to_local=lambda: own.flip(0) if transport.rank else own)
     group: Any = SimpleNamespace(names=("weight",), parameters=(p,))
+    plan: Any = SimpleNamespace(group=group, replicas=Replicas(transport, [[0, 1]], "machine"))
     words = "weight differs between machines 0 and 1 before the first step"
-    refuse(words, check_equal_models, [group], transport, "models")
+    refuse(words, check_equal_models, [plan], transport, "models")

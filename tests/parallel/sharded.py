@@ -156,6 +156,23 @@ def whole(model: Any) -> Tensor:
     return torch.cat([p.full_tensor().detach().float().flatten() for p in model.parameters()])
 
 
+def accumulate(model: Any, optimizer: Any, inputs: Sequence[Tensor], switch: str = "") -> None:
+    """Two backward passes per step. The switch is off in the first of them."""
+    for first, second in zip(inputs[::2], inputs[1::2], strict=True):
+        optimizer.zero_grad()
+        for batch in (first, second):
+            if switch:
+                getattr(model, switch)(batch is second)
+            loss_of(model, batch).backward()
+        optimizer.step()
+
+
+def check_near(model: Any, expected: Tensor, start: Tensor, bound: float = 2e-6) -> None:
+    """The largest difference of any parameter, relative to the change."""
+    difference = float((whole(model) - expected).norm() / (expected - start).norm())
+    assert difference < bound, difference
+
+
 def flat(model: nn.Module) -> Tensor:
     return torch.nn.utils.parameters_to_vector(model.parameters()).detach()
 

@@ -1,7 +1,7 @@
 """dgc.fsdp on two machines of two ranks. Two agents of torchrun stand for the machines."""
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import partial
 from itertools import count
@@ -17,7 +17,19 @@ from cases import case
 from integrations.titan import config_of, dims_of, parallelized
 from parallel import sharded
 from parallel.found import digest, refused, told
-from parallel.sharded import batches, loss_of, machine, network, on_machines, shard, top_k, train, whole
+from parallel.sharded import (
+    accumulate,
+    batches,
+    check_near,
+    loss_of,
+    machine,
+    network,
+    on_machines,
+    shard,
+    top_k,
+    train,
+    whole,
+)
 from states import assert_equal
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
@@ -46,23 +58,6 @@ def dgc(ratio: float = 0.2, **options: Any) -> methods.DGCCompressor:
 
 def decayed(model: nn.Module) -> DGCSGD:
     return DGCSGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
-
-
-def accumulate(model: Any, optimizer: Any, inputs: Sequence[Tensor], switch: str = "") -> None:
-    """Two backward passes per step. The switch is off in the first of them."""
-    for first, second in zip(inputs[::2], inputs[1::2], strict=True):
-        optimizer.zero_grad()
-        for batch in (first, second):
-            if switch:
-                getattr(model, switch)(batch is second)
-            loss_of(model, batch).backward()
-        optimizer.step()
-
-
-def check_near(model: Any, expected: Tensor, start: Tensor, bound: float = 2e-6) -> None:
-    """The largest difference of any parameter, relative to the change."""
-    difference = float((whole(model) - expected).norm() / (expected - start).norm())
-    assert difference < bound, difference
 
 
 def check_like_hsdp(
@@ -412,19 +407,18 @@ def test_a_model_that_cannot_work_is_refused(transport: Any) -> None:
     def check(message: str, model: Any) -> None:
         refused_by_compress(message, transport, model)
 
-    check(
-        "over a mesh of 2 dimensions. On such a mesh (HSDP) FSDP2 averages over",
-        shard(network(), sharded.of_hsdp()),
-    )
-    check("the model is sharded over ranks [0, 1, 2, 3], and this machine has ranks", shard(network(), world))
+    described = "has replicas, which a transport would describe a second time"
+    check(f"the mesh of module 2 {described}", shard(network(), sharded.of_hsdp()))
+    check(f"the mesh of the model {described}", replicate(network(), mesh=mesh))
+    check("module 2 is sharded over ranks [0, 1, 2, 3], and this machine has ranks", shard(network(), world))
     check("9 trainable parameters are not sharded, such as 0.weight", network())
     half = network()
     fully_shard(half[0], mesh=mesh)
     check("7 trainable parameters are not sharded, such as 2.weight", half)
     groups, with_result = network(), ShardPlacementResult(Shard(0), FSDPMeshInfo(mesh, 0))
     fully_shard(groups[0], mesh=world, shard_placement_fn=lambda p: with_result if p.ndim == 1 else None)
-    check("module 0 has 2 parameter groups (shard_placement_fn with several meshes)", groups)
-    check("are replicated: call fully_shard", replicate(network(), mesh=mesh))
+    fully_shard(groups, mesh=mesh)
+    check("parameter group 0 of module 0 is sharded over ranks [0, 1, 2, 3], and this", groups)
     check("the model has no trainable parameters", shard(network().requires_grad_(False), mesh))
     other = network()
     if transport.rank >= 2:
