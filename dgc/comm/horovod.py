@@ -208,7 +208,7 @@ class HorovodTransport(GroupedTransport):
     def _make_groups(self, only_if_useful: bool) -> None:
         """Create one process set per machine, and one per local rank across the machines."""
         own = torch.tensor([[hvd.cross_rank(), self.local_rank, self.local_size]], dtype=torch.int64)
-        found = hvd.allgather(own, name="dgc.groups").tolist()
+        found = hvd.allgather(own, name="dgc.ranks").tolist()
         sizes = {machine: local_size for machine, local_rank, local_size in found if local_rank == 0}
         if only_if_useful and (len(sizes) == 1 or max(sizes.values()) == 1):
             return

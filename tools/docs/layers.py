@@ -28,6 +28,7 @@ BOXES: list[tuple[str, list[tuple[str, str, str | None]]]] = [
             ("doctor", "a command", None),
             ("contrib", "methods outside the core", "any package below, but not dgc.kernels"),
             ("advisor", "predicted times, checks", None),
+            ("groups", "groups that come and go", None),
             ("fsdp", "FSDP2", None),
             ("local", "local steps", None),
             ("optim", "optimizers", None),

@@ -1,0 +1,262 @@
+"""The outer step of a member: a generator that yields what it needs from outside, and is resumed with it.
+
+    z0     the model after the last committed state that the member has
+    p      the model up to which the member's progress has been counted; p - z is its pseudo-gradient
+    z      its model now
+    s      z when an exchange was prepared whose decision the member does not know yet
+
+    exchange    copy the error states; the means of p - z over the participants arrive, nothing is applied
+    commit      z0 = outer(z0, means);  z = z0, or z0 + (z - s) after a late decision;  p = z0
+    void        the error states of the copy; z0, p and z stay
+    heal        z0 and outer state of another member.  z = z0 + (z - p) with the member's error states, if it
+                missed at most `max_staleness` rounds, else z = z0 without them;  p = z0
+    forget      nobody knows the decision: p = s, without error states, so that nothing is counted twice
+
+`Numbers` has these operations. The runtime and the simulator of the tests drive the same generator.
+"""
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol, TypeAlias
+
+from dgc.groups.messages import (
+    Addresses,
+    Ask,
+    Begin,
+    Commit,
+    Failed,
+    FromCoordinator,
+    FromMember,
+    GoOn,
+    Has,
+    Leave,
+    Missed,
+    Prepared,
+    Ready,
+    Refused,
+    Tag,
+    Unknown,
+    Void,
+)
+
+
+class Numbers(Protocol):
+    """The models of a member and its error states, see the module."""
+
+    def prepare(self, round: int) -> None:
+        """Copy the error states, before the exchange of a round."""
+
+    def commit(self, round: int) -> int:
+        """Apply the means of the exchange of a round. Return a digest of z0 and the outer state."""
+
+    def void(self) -> None:
+        """Undo the exchange."""
+
+    def doubt(self) -> None:
+        """Remember s, because training goes on without the decision."""
+
+    def forget(self) -> None:
+        """Drop what was in the exchange."""
+
+    def heal(self, state: Any, keeps: bool) -> int:
+        """Take over the state of another member. keeps: the member's own progress. Return the digest."""
+
+
+# --- what an outer step yields ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Connect:
+    """Connect to the coordinator unless that is done. Resumed with whether it is."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Let all that follows end after the time for a round: grace and time-out of the coordinator."""
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send to the coordinator. Resumed with None, also if it is not reached."""
+
+    message: FromMember
+
+
+@dataclass(frozen=True)
+class Receive:
+    """The next message of the coordinator. None: it is not reached, or the time is over."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Exchange with the participants. Resumed with the digest of state and means, or Broken."""
+
+    begin: Begin
+
+
+@dataclass(frozen=True)
+class Heal:
+    """Load the state of a member. Resumed with a Healed, or None: it could not be loaded."""
+
+    tag: Tag
+    source: str
+    addresses: Addresses
+
+
+Effect: TypeAlias = Connect | Limit | Send | Receive | Exchange | Heal
+
+
+@dataclass(frozen=True)
+class Broken:
+    """The exchange has failed, or is void. suspects: members that were not reached."""
+
+    suspects: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Healed:
+    """The state of another member, which may be newer than the one that was asked for."""
+
+    tag: Tag
+    state: Any
+
+
+class Outcome(Enum):
+    """How an outer step has ended."""
+
+    COMMITTED = "committed"
+    ALONE = "alone"  # without an exchange that counts
+    IN_DOUBT = "in doubt"  # prepared, and the decision is not known
+
+
+MAX_HEALS = 3  # in one outer step
+
+
+class Member:
+    """A member, over all its outer steps.
+
+    Args:
+        numbers: Its models.
+        tag, digest: Of the committed state that it begins with.
+        max_staleness: Rounds that it may have missed and keep its own progress.
+        log: Called with what has happened, for people.
+
+    Attributes:
+        doubt: The attempt whose decision it does not know, if any.
+        counted: The round whose state its progress is counted from.
+    """
+
+    def __init__(
+        self,
+        numbers: Numbers,
+        tag: Tag,
+        digest: int,
+        max_staleness: int = 3,
+        log: Callable[[str], None] = lambda text: None,
+    ):
+        self.numbers, self.tag, self.digest = numbers, tag, digest
+        self.max_staleness, self._log = max_staleness, log
+        self.doubt: Tag | None = None
+        self.is_fresh = True  # without progress of its own: it has trained nothing yet
+        self._ready = 0
+
+    def join(self) -> Generator[Effect, Any, Outcome]:
+        """Load the last committed state, unless the member has it. For a member that begins."""
+        return self.outer_step(only_heals=True)
+
+    def outer_step(self, only_heals: bool = False) -> Generator[Effect, Any, Outcome]:
+        """Take part in a round, if there is one."""
+        yield Limit()
+        if not (yield Connect()):
+            return Outcome.IN_DOUBT if self.doubt else Outcome.ALONE
+        if self.doubt is not None and not (yield from self._resolve()):
+            return Outcome.IN_DOUBT
+        heals = 0
+        self._ready += 1
+        yield Send(Ready(self._ready, only_heals))
+        while True:
+            message = yield Receive()
+            match message:
+                case None | Refused():
+                    yield Send(Leave())
+                    return Outcome.ALONE
+                case GoOn(ready, reason) if ready == self._ready:
+                    self._log(f"no round: {reason}")
+                    return Outcome.ALONE
+                case Missed(ready) if ready == self._ready:
+                    heals += 1
+                    if heals > MAX_HEALS or not (yield from self._heal(message)):
+                        return Outcome.ALONE
+                    self._ready += 1
+                    yield Send(Ready(self._ready, only_heals))
+                case Begin(ready) if ready == self._ready:
+                    outcome = yield from self._take_part(message)
+                    if outcome is not None:
+                        return outcome
+                case _:
+                    pass  # an answer to an earlier step
+
+    def _take_part(self, begin: Begin) -> Generator[Effect, Any, Outcome | None]:
+        """An attempt. None: it is void, and the member waits for another one."""
+        self.numbers.prepare(begin.tag.round)
+        digest = yield Exchange(begin)
+        if isinstance(digest, Broken):
+            self.numbers.void()
+            yield Send(Failed(begin.tag, digest.suspects))
+            return None
+        yield Send(Prepared(begin.tag, digest))
+        self.doubt = begin.tag
+        decision = yield from self._decision()
+        if decision is None:
+            self.numbers.doubt()
+            yield Send(Leave())
+            return Outcome.IN_DOUBT
+        yield from self._obey(decision)
+        return Outcome.COMMITTED if isinstance(decision, Commit) else None
+
+    def _decision(self) -> Generator[Effect, Any, FromCoordinator | None]:
+        """Wait for the decision about the attempt in doubt. None: it is not known in time."""
+        while True:
+            message = yield Receive()
+            if message is None or isinstance(message, Refused):
+                return None
+            if isinstance(message, Commit | Void | Unknown) and message.tag == self.doubt:
+                return message
+
+    def _resolve(self) -> Generator[Effect, Any, bool]:
+        """Learn the decision about an earlier attempt. Returns whether it is known."""
+        assert self.doubt is not None
+        yield Send(Ask(self.doubt))
+        decision = yield from self._decision()
+        if decision is not None:
+            yield from self._obey(decision)
+        return decision is not None
+
+    def _obey(self, decision: FromCoordinator) -> Generator[Effect, Any, None]:
+        doubt, self.doubt = self.doubt, None
+        assert doubt is not None
+        match decision:
+            case Commit():
+                self.tag, self.digest = doubt, self.numbers.commit(doubt.round)
+                yield Send(Has(self.tag, self.digest))
+            case Void():
+                self.numbers.void()
+            case _:
+                self._log(f"nobody knows whether round {doubt.round} was committed: the steps in it are dropped")
+                self.numbers.forget()
+
+    def _heal(self, missed: Missed) -> Generator[Effect, Any, bool]:
+        healed = yield Heal(missed.tag, missed.source, missed.addresses)
+        if healed is None:
+            self._log(f"the state of {missed.source} could not be loaded")
+            return False
+        age = healed.tag.round - self.tag.round
+        keeps = not self.is_fresh and age <= self.max_staleness
+        if not self.is_fresh:
+            what = "its own steps are kept" if keeps else "its own steps since then are dropped"
+            self._log(f"{age} rounds were missed: {what}")
+        self.tag, self.digest = healed.tag, self.numbers.heal(healed.state, keeps)
+        yield Limit()
+        yield Send(Has(self.tag, self.digest))
+        return True

@@ -1,0 +1,267 @@
+"""Replica groups: what the coordinator answers, message by message."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from dgc.groups.coordinator import Coordinator, Settings
+from dgc.groups.messages import (
+    START,
+    Ask,
+    Begin,
+    Commit,
+    Failed,
+    FromCoordinator,
+    GoOn,
+    Has,
+    Hello,
+    Leave,
+    Missed,
+    Prepared,
+    Ready,
+    Refused,
+    Tag,
+    Unknown,
+    Void,
+    Welcome,
+    decode,
+    encode,
+)
+
+SETTINGS = Settings(quorum=2, grace=10.0, timeout=60.0)
+ADDRESSES = (("10.0.0.1", 1234), ("10.0.0.1", 1235))
+
+
+class Led:
+    """A coordinator whose messages are kept for each member."""
+
+    def __init__(self, *names: str, settings: Settings = SETTINGS, saved: Any = None):
+        self.now, self.saved = 0.0, saved
+        self.told: dict[str, list[FromCoordinator]] = {}
+        self.own = Coordinator(settings, self._save, saved, run="run")
+        for name in names:
+            self.say(name, Hello("", ADDRESSES, START, 7))
+        self.told.clear()
+
+    def _save(self, state: dict[str, Any]) -> None:
+        self.saved = state
+
+    def _keep(self, sent: Sequence[tuple[str, FromCoordinator]]) -> None:
+        for name, message in sent:
+            self.told.setdefault(name, []).append(message)
+
+    def say(self, name: str, message: Any) -> None:
+        self._keep(self.own.handle(self.now, name, message))
+
+    def lose(self, name: str) -> None:
+        self._keep(self.own.gone(self.now, name))
+
+    def after(self, seconds: float, *alive: str) -> None:
+        self.now += seconds
+        for name in alive:
+            self.own.members[name].heard = self.now
+        self._keep(self.own.tick(self.now))
+
+    def last(self, name: str) -> Any:
+        return self.told[name][-1]
+
+    def begin(self, *names: str) -> Tag:
+        for name in names:
+            self.say(name, Ready(1))
+        return Tag(*self.last(names[0]).tag)
+
+
+def test_a_round_begins_when_all_living_members_are_ready() -> None:
+    led = Led("a", "b", "c")
+    led.say("a", Ready(1))
+    led.say("b", Ready(4))
+    assert not led.told
+    led.say("c", Ready(2))
+    members = tuple((name, ADDRESSES) for name in "abc")
+    assert [led.last(name) for name in "abc"] == [Begin(n, led.last("a").tag, members) for n in (1, 4, 2)]
+
+
+def test_a_round_begins_without_those_who_are_not_ready_in_time() -> None:
+    led = Led("a", "b", "c")
+    led.say("a", Ready(1))
+    led.say("b", Ready(1))
+    led.after(9, "a", "b", "c")
+    assert not led.told
+    led.after(1, "a", "b", "c")
+    assert [name for name, _ in led.last("a").members] == ["a", "b"] and "c" not in led.told
+
+
+def test_a_member_alone_is_told_at_once_to_go_on() -> None:
+    led = Led("a")
+    led.say("a", Ready(3))
+    assert isinstance(led.last("a"), GoOn) and led.last("a").ready == 3
+
+
+def test_a_member_waits_for_a_quorum_half_of_the_time_out() -> None:
+    led = Led("a", "b")
+    led.say("a", Ready(1))
+    led.after(29, "a", "b")
+    assert not led.told
+    led.after(1, "a", "b")
+    assert isinstance(led.last("a"), GoOn)
+
+
+def test_a_decision_is_saved_before_it_is_told() -> None:
+    led = Led("a", "b")
+    tag = led.begin("a", "b")
+    led.say("a", Prepared(tag, 5))
+    assert led.saved["line"] == [[0, 0]]
+    led.say("b", Prepared(tag, 5))
+    assert led.saved["line"] == [[0, 0], list(tag)]
+    assert led.last("a") == led.last("b") == Commit(tag)
+
+
+def test_a_failed_exchange_is_repeated_with_the_same_members_first() -> None:
+    led = Led("a", "b", "c")
+    tag = led.begin("a", "b", "c")
+    led.say("a", Failed(tag, ("c",)))
+    assert Void(tag) in led.told["b"] and [name for name, _ in led.last("b").members] == ["a", "b", "c"]
+    led.say("a", Failed(led.last("b").tag, ("c",)))
+    assert [name for name, _ in led.last("b").members] == ["a", "b"] and isinstance(led.last("c"), GoOn)
+
+
+def test_a_round_is_repeated_without_a_dead_member() -> None:
+    led = Led("a", "b", "c")
+    tag = led.begin("a", "b", "c")
+    led.say("a", Prepared(tag, 5))
+    led.lose("b")
+    assert led.told["a"][-2] == Void(tag) and [name for name, _ in led.last("a").members] == ["a", "c"]
+
+
+def test_a_silent_member_counts_as_dead() -> None:
+    led = Led("a", "b", "c")
+    tag = led.begin("a", "b", "c")
+    led.after(5.5, "a", "b")
+    assert "c" not in led.own.members and Void(tag) in led.told["a"]
+
+
+@pytest.mark.parametrize("end", [lambda led: led.lose("b"), lambda led: led.say("b", Leave())])
+def test_the_contribution_of_a_prepared_member_counts_if_it_dies_or_leaves(end: Any) -> None:
+    led = Led("a", "b")
+    tag = led.begin("a", "b")
+    led.say("b", Prepared(tag, 5))
+    end(led)
+    led.say("a", Prepared(tag, 5))
+    assert led.last("a") == Commit(tag)
+
+
+def test_an_attempt_ends_with_its_time() -> None:
+    led = Led("a", "b", "c")
+    tag = led.begin("a", "b", "c")
+    led.after(30, "a", "b", "c")
+    assert all(led.told[name][-2] == Void(tag) and isinstance(led.last(name), GoOn) for name in "abc")
+
+
+def test_members_with_other_bits_must_load_the_model_of_most() -> None:
+    led = Led("a", "b", "c")
+    tag = led.begin("a", "b", "c")
+    for name, digest in zip("abc", (5, 6, 5), strict=True):
+        led.say(name, Prepared(tag, digest))
+    assert [name for name, _ in led.last("a").members] == ["a", "c"] and isinstance(led.last("b"), GoOn)
+    again = led.last("a").tag
+    led.say("a", Prepared(again, 5))
+    led.say("c", Prepared(again, 5))
+    led.say("a", Has(again, 9))
+    led.say("b", Ready(2))
+    assert led.last("b") == Missed(2, again, "a", ADDRESSES)
+
+
+def test_a_member_whose_committed_state_has_other_bits_must_load_it() -> None:
+    led = Led("a", "b")
+    tag = led.begin("a", "b")
+    for name in "ab":
+        led.say(name, Prepared(tag, 5))
+    led.say("a", Has(tag, 9))
+    led.say("b", Has(tag, 10))
+    led.say("b", Ready(2))
+    assert isinstance(led.last("b"), Missed)
+
+
+@pytest.mark.parametrize(("digest", "kind"), [(7, GoOn), (8, Missed)])
+def test_a_new_member_asks_for_the_last_committed_state(digest: int, kind: type) -> None:
+    led = Led("a", "b")
+    led.say("c", Hello("", ADDRESSES, START, digest))
+    assert isinstance(led.last("c"), Welcome)
+    led.say("c", Ready(1, only_heals=True))
+    assert isinstance(led.last("c"), kind)
+
+
+def test_a_member_that_was_declared_dead_must_connect_again() -> None:
+    led = Led("a", "b")
+    led.lose("a")
+    led.say("a", Ready(1))
+    assert led.last("a") == Refused("")
+
+
+def test_a_member_of_another_run_is_refused() -> None:
+    led = Led("a", "b")
+    led.say("c", Hello("other", ADDRESSES, START, 7))
+    assert "of the run other" in led.last("c").reason
+
+
+def test_a_coordinator_that_starts_again_knows_its_decisions() -> None:
+    led = Led("a", "b")
+    tag = led.begin("a", "b")
+    led.say("a", Prepared(tag, 5))
+    led.say("b", Prepared(tag, 5))
+    undecided = Tag(tag.round + 1, tag.attempt + 1)
+    again = Led("a", saved=led.saved)
+    for asked in (tag, undecided):
+        again.say("a", Ask(asked))
+    assert again.told["a"] == [Commit(tag), Void(undecided)]
+
+
+def test_a_coordinator_without_its_file_knows_that_it_does_not_know() -> None:
+    led = Led("a", "b")
+    tag = led.begin("a", "b")
+    again = Led()
+    again.own = Coordinator(SETTINGS, led._save, run="new", epoch=2)
+    again.say("a", Hello("run", ADDRESSES, START, 7))
+    again.say("a", Ask(tag))
+    assert again.own.run == "run" and again.last("a") == Unknown(tag)
+
+
+def test_the_run_goes_back_if_all_that_had_the_last_state_are_lost() -> None:
+    led = Led("a", "b")
+    tag = led.begin("a", "b")
+    led.say("a", Prepared(tag, 5))
+    led.say("b", Prepared(tag, 5))
+    led.lose("a")
+    led.lose("b")
+    for name in "cd":
+        led.say(name, Hello("run", ADDRESSES, START, 7))
+    led.after(30, "c", "d")
+    led.begin("c", "d")
+    assert led.own.committed == START and led.last("c").tag.round == 1 and led.last("c").tag != tag
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Hello("run", ADDRESSES, Tag(3, 2**40), 2**63),
+        Begin(1, Tag(3, 5), (("a", ADDRESSES), ("b", ()))),
+        Failed(Tag(3, 5), ("a", "b")),
+        Has(Tag(1, 2), 3),
+        Leave(),
+    ],
+)
+def test_messages_pass_through_their_text(message: Any) -> None:
+    assert decode(encode(message)) == message
+
+
+@pytest.mark.parametrize("line", [b"", b"{", b"[]", b'{"kind": "Beat", "x": 1}', b'{"kind": "exit"}', b"\xff"])
+def test_what_is_no_message_is_refused(line: bytes) -> None:
+    with pytest.raises(ValueError, match="no message of this version"):
+        decode(line)
+
+
+@pytest.mark.parametrize("settings", [{"quorum": 0}, {"grace": -1.0}, {"timeout": 0.0}, {"beat": 5.0}])
+def test_settings_that_cannot_work_are_refused(settings: Any) -> None:
+    with pytest.raises(ValueError):
+        Settings(**settings)
