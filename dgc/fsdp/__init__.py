@@ -4,6 +4,8 @@
 from dgc.fsdp.compatibility import TORCH as _TORCH  # noqa: F401
 from dgc.fsdp.exchange import FSDPExchange as FSDPExchange
 from dgc.fsdp.exchange import compress as compress
+from dgc.fsdp.files import load_state as load_state
+from dgc.fsdp.files import save_state as save_state
 from dgc.fsdp.local import ShardedLocalOptimizer as ShardedLocalOptimizer
 from dgc.fsdp.quantized import FSDPQuantizer as FSDPQuantizer
 from dgc.fsdp.quantized import quantize as quantize

@@ -5,9 +5,10 @@ and `load_state` run on every rank, with the folder.
 """
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
@@ -16,6 +17,9 @@ from dgc.core.protocol import Compressor
 from dgc.core.route import Route
 from dgc.ddp import DDPExchange
 from dgc.integrations import rank_files
+
+if TYPE_CHECKING:
+    from dgc.fsdp import FSDPQuantizer
 
 try:
     from accelerate import Accelerator
@@ -114,6 +118,64 @@ def compress(
     def load(models: Any, folder: str) -> None:
         rank_files.load(exchange, lambda rank: Path(folder, rank_files.file_name(name, rank)))
 
+    keep(accelerator, others, model, files, save, load)
+    return exchange
+
+
+def keep(
+    accelerator: Accelerator,
+    others: list[Kept],
+    model: Any,
+    files: set[str],
+    save: Callable[[Any, Any, str], None],
+    load: Callable[[Any, str], None],
+) -> None:
+    """Call `save` and `load` when the Accelerator saves and loads. others: What `check_files` returned."""
     hooks = accelerator.register_save_state_pre_hook(save), accelerator.register_load_state_pre_hook(load)
     _kept[accelerator] = [*others, Kept(weakref.ref(model), files, hooks)]
-    return exchange
+
+
+def quantize(
+    accelerator: Accelerator,
+    model: Any,
+    gradients: int | None = 8,
+    weights: int | None = None,
+    *,
+    name: str = "quantizer",
+    **settings: Any,
+) -> "FSDPQuantizer":
+    """Quantize the collectives of a model that `accelerator.prepare` has sharded with FSDP2 over all ranks.
+
+    From then on `accelerator.save_state` saves a folder `quantizer` beside the rest, with what each rank has not
+    sent, and `accelerator.load_state` loads it: bit for bit on the same number of ranks, or as the mean.
+
+    Args:
+        accelerator: Its plugin must have `fsdp_version=2`. The quantizer uses its grad scaler, if any.
+        model: What `prepare` returned.
+        gradients, weights, settings: As for `dgc.fsdp.quantize`.
+        name: The name of the folder. Each quantized model of an Accelerator needs its own.
+
+    Raises:
+        ValueError: Another model has this name, and as `dgc.fsdp.quantize`.
+
+    Example:
+        >>> plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+        >>> accelerator = Accelerator(fsdp_plugin=plugin)
+        >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        >>> quantizer = quantize(accelerator, model, gradients=8, weights=8)
+    """
+    # not above: it refuses versions of torch in which DDP's exchange works
+    from dgc.fsdp import FSDPQuantizer, load_state, save_state
+
+    others = check_files(accelerator, {name})
+    sharded = getattr(model, "_orig_mod", model)  # of what torch.compile returns
+    quantizer = FSDPQuantizer(sharded, gradients, weights, grad_scaler=accelerator.scaler, **settings)
+
+    def save(models: Any, weights: Any, folder: str) -> None:
+        save_state(quantizer, Path(folder, name))
+
+    def load(models: Any, folder: str) -> None:
+        load_state(quantizer, Path(folder, name))
+
+    keep(accelerator, others, model, {name}, save, load)
+    return quantizer

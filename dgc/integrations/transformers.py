@@ -6,18 +6,24 @@ neither the wrapped model nor the folder that training resumes from. `attach` th
 records the argument of `train`.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from torch.distributed import fsdp
 from torch.nn.parallel import DistributedDataParallel
 
+from dgc.comm.meter import TrafficMeter
 from dgc.core.protocol import Compressor
 from dgc.core.route import Route
 from dgc.ddp import DDPExchange, compress
 from dgc.integrations import rank_files
 from dgc.warn import warn
+
+if TYPE_CHECKING:
+    from dgc.fsdp import FSDPQuantizer
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -28,7 +34,84 @@ except ModuleNotFoundError as error:
     raise rank_files.missing("transformers") from error
 
 
-class CompressionCallback(TrainerCallback):
+SHARDED: Any = getattr(fsdp, "FSDPModule", ())  # older versions of torch have no FSDP2
+
+
+class AttachedCallback(TrainerCallback):
+    """Base class of callbacks that exchange the gradients of a Trainer. Call `attach` before `trainer.train()`."""
+
+    def __init__(self) -> None:
+        self._trainer: Any = None
+        self._model: Any = None  # the wrapped model
+        self._resumed_from: str | bool | None = None
+
+    @abstractmethod
+    def start(self, model: Any) -> None:
+        """Exchange the gradients of a model that the Trainer has wrapped. Raise ValueError if that cannot be."""
+
+    @property
+    @abstractmethod
+    def meter(self) -> TrafficMeter | None:
+        """The bytes that this rank sent. None: nothing is exchanged."""
+
+    @abstractmethod
+    def save(self, folder: Path) -> None:
+        """Save in the folder of a checkpoint what the ranks have not sent."""
+
+    @abstractmethod
+    def load(self, folder: Path) -> None:
+        """Load what `save` has saved."""
+
+    def attach(self, trainer: Trainer) -> None:
+        """Compress what this Trainer trains. Adds the callback to it, unless it is one of `callbacks=`."""
+        if self._trainer is not None:
+            raise ValueError(f"this {type(self).__name__} has a Trainer already: make one for each Trainer")
+        self._trainer = trainer
+        if self not in trainer.callback_handler.callbacks:
+            trainer.add_callback(self)
+        train: Callable[..., Any] = trainer.train
+
+        @wraps(train)
+        def recorded(resume_from_checkpoint: str | bool | None = None, *args: Any, **others: Any) -> Any:
+            self._resumed_from = resume_from_checkpoint
+            return train(resume_from_checkpoint, *args, **others)
+
+        trainer.train = recorded
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        if self._trainer is None:
+            raise RuntimeError(
+                f"the {type(self).__name__} does not know its Trainer: call attach(trainer) before trainer.train()"
+            )
+        wrapped = self._trainer.model_wrapped
+        model = getattr(wrapped, "_orig_mod", wrapped)  # of what torch.compile returns
+        if args.world_size == 1 and args.n_gpu <= 1 and not isinstance(model, (DistributedDataParallel, SHARDED)):
+            warn("there is one process: nothing is exchanged, so that nothing is compressed")
+            return
+        if model is not self._model:  # a second train() keeps the wrapped model, and its exchange
+            self.start(model)
+            self._model = model
+        if self._resumed_from:
+            folder = get_last_checkpoint(args.output_dir) if self._resumed_from is True else self._resumed_from
+            self.load(Path(folder))
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        # a search has folders of its own, and resumes nothing; nor does a checkpoint without its optimizer
+        if self.meter is not None and not args.save_only_model and not state.is_hyper_param_search:
+            self.save(Path(args.output_dir, f"checkpoint-{state.global_step}"))
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        if self.meter is not None and state.is_world_process_zero:
+            print(f"compression: {self.meter.summary()}")  # as the Trainer prints its results
+
+
+class CompressionCallback(AttachedCallback):
     """Exchanges the gradients of a Trainer with compression. Call `attach` before `trainer.train()`.
 
     Each checkpoint gets one file for each rank, `exchange0.pt` and so on, with what the rank has not sent. A run
@@ -62,66 +145,41 @@ class CompressionCallback(TrainerCallback):
         nonfinite: str = "skip",
         hierarchical: str | bool = "off",
     ):
+        super().__init__()
         self.exchange: DDPExchange | None = None
         self._compression = compression
         self._settings: dict[str, Any] = dict(bucket_mb=bucket_mb, nonfinite=nonfinite, hierarchical=hierarchical)
-        self._trainer: Any = None
-        self._model: DistributedDataParallel | None = None
-        self._resumed_from: str | bool | None = None
         self._clipping: float | None = None
 
-    def attach(self, trainer: Trainer) -> None:
-        """Compress what this Trainer trains. Adds the callback to it, unless it is one of `callbacks=`."""
-        if self._trainer is not None:
-            raise ValueError("this CompressionCallback has a Trainer already: make one for each Trainer")
-        self._trainer = trainer
-        if self not in trainer.callback_handler.callbacks:
-            trainer.add_callback(self)
-        train: Callable[..., Any] = trainer.train
+    @property
+    def meter(self) -> TrafficMeter | None:
+        return None if self.exchange is None else self.exchange.meter
 
-        @wraps(train)
-        def recorded(resume_from_checkpoint: str | bool | None = None, *args: Any, **others: Any) -> Any:
-            self._resumed_from = resume_from_checkpoint
-            return train(resume_from_checkpoint, *args, **others)
-
-        trainer.train = recorded
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
-    ) -> None:
-        if self._trainer is None:
-            raise RuntimeError(
-                "the CompressionCallback does not know its Trainer: call attach(trainer) before trainer.train()"
-            )
-        wrapped = self._trainer.model_wrapped
-        model = getattr(wrapped, "_orig_mod", wrapped)  # of what torch.compile returns
+    def start(self, model: Any) -> None:
+        if isinstance(model, SHARDED):
+            raise ValueError("the Trainer has sharded the model with FSDP2: use a QuantizationCallback")
         if not isinstance(model, DistributedDataParallel):
-            self._check_alone(args, model)
-            return
-        if model is not self._model:  # a second train() keeps the wrapped model, and its exchange
-            optimizer = self._trainer.optimizer
-            self.exchange = compress(
-                model,
-                self._compression,
-                getattr(optimizer, "optimizer", optimizer),  # of Accelerate's wrapper
-                grad_scaler=self._trainer.accelerator.scaler,
-                **self._settings,
-            )
-            self._model = model
-        if self._resumed_from:
-            assert self.exchange is not None
-            folder = get_last_checkpoint(args.output_dir) if self._resumed_from is True else self._resumed_from
-            rank_files.load(self.exchange, lambda rank: Path(folder, rank_files.file_name("exchange", rank)))
-
-    @staticmethod
-    def _check_alone(args: TrainingArguments, model: Any) -> None:
-        if args.world_size > 1 or args.n_gpu > 1:
             raise ValueError(
                 f"the Trainer has put the model into {type(model).__name__}, and compression needs "
                 "DistributedDataParallel: start one process for each GPU, with torchrun or accelerate launch, and "
                 "leave out fsdp and deepspeed"
             )
-        warn("there is one process: nothing is exchanged, so that nothing is compressed")
+        optimizer = self._trainer.optimizer
+        self.exchange = compress(
+            model,
+            self._compression,
+            getattr(optimizer, "optimizer", optimizer),  # of Accelerate's wrapper
+            grad_scaler=self._trainer.accelerator.scaler,
+            **self._settings,
+        )
+
+    def save(self, folder: Path) -> None:
+        assert self.exchange is not None
+        rank_files.save(self.exchange, lambda rank: folder / rank_files.file_name("exchange", rank))
+
+    def load(self, folder: Path) -> None:
+        assert self.exchange is not None
+        rank_files.load(self.exchange, lambda rank: folder / rank_files.file_name("exchange", rank))
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
@@ -142,16 +200,56 @@ class CompressionCallback(TrainerCallback):
         if self._clipping is not None:
             args.max_grad_norm, self._clipping = self._clipping, None
 
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
-    ) -> None:
-        # a search has folders of its own, and resumes nothing; nor does a checkpoint without its optimizer
-        if self.exchange is not None and not args.save_only_model and not state.is_hyper_param_search:
-            folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
-            rank_files.save(self.exchange, lambda rank: folder / rank_files.file_name("exchange", rank))
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
-    ) -> None:
-        if self.exchange is not None and state.is_world_process_zero:
-            print(f"compression: {self.exchange.meter.summary()}")  # as the Trainer prints its results
+class QuantizationCallback(AttachedCallback):
+    """Quantizes the collectives of a model that the Trainer shards with FSDP2. Call `attach` before training.
+
+    Each checkpoint gets a folder `quantizer`, with what the ranks have not sent. A run that resumes loads it, and
+    goes on bit for bit on the same number of ranks. On another number, every rank gets the mean.
+
+    Args:
+        gradients, weights, settings: As for `dgc.fsdp.quantize`. The Trainer's grad scaler is passed to it.
+
+    Attributes:
+        quantizer: From the beginning of training on. None before, and in a single process.
+
+    Example:
+        >>> args = TrainingArguments(folder, fsdp="full_shard", fsdp_config={"fsdp_version": 2})
+        >>> trainer = Trainer(model, args, train_dataset=data)
+        >>> quantization = QuantizationCallback(gradients=8, weights=8)
+        >>> quantization.attach(trainer)
+        >>> trainer.train()
+    """
+
+    def __init__(self, gradients: int | None = 8, weights: int | None = None, **settings: Any):
+        super().__init__()
+        self.quantizer: "FSDPQuantizer | None" = None
+        self._settings: dict[str, Any] = dict(gradients=gradients, weights=weights, **settings)
+
+    @property
+    def meter(self) -> TrafficMeter | None:
+        return None if self.quantizer is None else self.quantizer.meter
+
+    def start(self, model: Any) -> None:
+        if not isinstance(model, SHARDED):
+            raise ValueError(
+                f"the Trainer has put the model into {type(model).__name__}, and quantization needs FSDP2: give "
+                'TrainingArguments fsdp="full_shard" and fsdp_config={"fsdp_version": 2}, or use a '
+                "CompressionCallback"
+            )
+        # not above: it refuses versions of torch in which DDP's exchange works
+        from dgc.fsdp import FSDPQuantizer
+
+        self.quantizer = FSDPQuantizer(model, grad_scaler=self._trainer.accelerator.scaler, **self._settings)
+
+    def save(self, folder: Path) -> None:
+        from dgc.fsdp import save_state
+
+        assert self.quantizer is not None
+        save_state(self.quantizer, folder / "quantizer")
+
+    def load(self, folder: Path) -> None:
+        from dgc.fsdp import load_state
+
+        assert self.quantizer is not None
+        load_state(self.quantizer, folder / "quantizer")

@@ -104,6 +104,21 @@ def test_a_killed_trainer_resumes_bit_for_bit(tmp_path: Path) -> None:
         assert len(parts["new"]) == (1 if rank == 0 else 0)
 
 
+@pytest.mark.parametrize("library", ["accelerate", pytest.param("transformers", marks=pytest.mark.proof)])
+def test_a_model_that_a_trainer_shards_resumes_bit_for_bit(tmp_path: Path, library: str) -> None:
+    worker = str(WORKER.with_name("fsdp_trainers_worker.py"))
+    for part in ("whole", "resumed"):
+        done = torchrun(2, ["-W", "error", worker, str(tmp_path), library, part])
+        assert done.returncode == 0, done.stdout + done.stderr
+    files = [tmp_path / f"{library}-{part}" for part in ("whole", "resumed")]
+    for rank in range(2):
+        whole, resumed = (json.loads(Path(f"{file}{rank}.json").read_text()) for file in files)
+        assert whole["losses"][-1] < 0.6 * whole["losses"][0]
+        assert resumed["losses"][-4:] == whole["losses"][-4:] and resumed["model"] == whole["model"]
+        assert 0 < resumed["sent"] < whole["sent"]
+        assert ("its own name" if library == "accelerate" else "QuantizationCallback") in whole["second"]
+
+
 def test_the_page_names_every_script() -> None:
     page = (EXAMPLES / "README.md").read_text()
     assert all(f"[{path.name}]({path.name})" in page for path in EXAMPLES.glob("*.py"))
