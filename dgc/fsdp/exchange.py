@@ -28,7 +28,7 @@ FSDP2 itself continues only after `reset_iter_state()`.
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -54,6 +54,7 @@ from dgc.engine.exchange import ExchangeSettings, GradientExchange, GradientPlan
 from dgc.engine.loop import LossScale, StartOrder
 from dgc.engine.momentum import MomentumCheck
 from dgc.engine.options import check_can_send, unique_prefix
+from dgc.engine.state import Identity
 from dgc.engine.steps import AwaitedStep, before_steps
 from dgc.fsdp.shards import (
     GroupMesh,
@@ -77,11 +78,13 @@ class Replicas:
     Attributes:
         transport: Connects them alone.
         lists: The ranks that have the same shards: those of this rank, and of the other ranks.
+        are_exchanged: Whether the mesh has replicas, though it may be one.
         kind: What they are, in a word.
     """
 
     transport: Transport
     lists: Sequence[Sequence[int]]
+    are_exchanged: bool = True
     kind: str = "replica"
 
 
@@ -92,7 +95,7 @@ def replicas_of_machines(transport: Transport, groups: Sequence[ParameterGroup])
     check_shards(groups, ranks[transport.group_rank("cross")])
     cross = CrossMachineTransport(transport)
     barrier(cross, "groups")  # raises ValueError if the transport has none
-    return Replicas(cross, list(zip(*ranks, strict=True)), "machine")
+    return Replicas(cross, list(zip(*ranks, strict=True)), kind="machine")
 
 
 def replicas_of_meshes(groups: Sequence[ParameterGroup]) -> tuple[Transport, dict[GroupMesh, Replicas]]:
@@ -117,7 +120,7 @@ def replicas_of_meshes(groups: Sequence[ParameterGroup]) -> tuple[Transport, dic
     for mesh, of_ranks in zip(own, zip(*found, strict=True), strict=True):
         shards, lists = ([list(ranks) for ranks in dict.fromkeys(kind)] for kind in zip(*of_ranks, strict=True))
         transports.append(connect(hierarchical=True, groups=Groups(dist.get_rank(), shards, lists)))
-        of_mesh[mesh] = Replicas(CrossMachineTransport(transports[-1]), lists)
+        of_mesh[mesh] = Replicas(CrossMachineTransport(transports[-1]), lists, mesh.replicas is not None)
     return transports[0], of_mesh
 
 
@@ -182,12 +185,11 @@ def plan_groups(
     plans, alone = [], DenseCompressor()
     for g, group in enumerate(groups):
         replicas = replicas_of[group.mesh]
-        is_exchanged = group.mesh.replicas is not None or replicas.kind == "machine"
         compressors = []
         for name, p in zip(group.names, group.parameters, strict=True):
             check_real(name, p.dtype)
             whole = Segment(name, 0, p.numel(), tuple(p.shape), tuple(p.stride()))
-            compressors.append(route.compressor_for(whole) if is_exchanged else alone)
+            compressors.append(route.compressor_for(whole) if replicas.are_exchanged else alone)
         buckets, places = [], []
         for c, compressor in enumerate(dict.fromkeys(compressors)):
             members = [
@@ -393,6 +395,15 @@ class FSDPExchange(GradientExchange):
             self._side.join()
         if outcome.nonfinite is not None:
             self._drop(outcome.nonfinite)
+
+    def _identity(self) -> Identity:
+        """A rank is a replica of the first mesh, and its shard is what it has of the model."""
+        first, *others = (plan.replicas.lists for plan in self._plans if plan.replicas.are_exchanged)
+        identity = super()._identity()
+        if any(other != first for other in others):  # a rank is another replica on another mesh
+            identity = replace(identity, settings={**identity.settings, "replicas": repr([first, *others])})
+        shard = next(s for s, ranks in enumerate(first) if self._ranks.rank in ranks)
+        return replace(identity, shard=shard, shards=len(first))
 
     def _judge(self, reason: str | None) -> str | None:
         flag = torch.tensor([reason is not None], dtype=torch.int64)

@@ -17,6 +17,8 @@ elements, in blocks of 8 bits. Forward and backward gather the same bits, becaus
 
 Every row of gradients has a header that says whether its rank has NaN or inf. All ranks have the headers of all
 others when backward ends, and drop the step together, without a further message. e changes at the end of backward.
+With groups on several meshes, or with replicas, each mesh knows its own headers alone, and all ranks exchange a
+number that says whether to drop the step.
 
 On a GPU, FSDP2's collectives overlap with computing, on streams. Its own on a CPU do not. These do: an all-gather
 is waited for where FSDP2 copies the result, so that prefetching has an effect. A reduce-scatter is waited for when
@@ -41,10 +43,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 import dgc.kernels as kernels
+from dgc.comm.collectives import all_gather_object, all_reduce
 from dgc.comm.meter import TrafficMeter
+from dgc.comm.torch_distributed import connect
 from dgc.core.bucket import local_part
 from dgc.core.envelope import Unchecked, blank, envelope, values_of
 from dgc.core.protocol import NonFiniteGradientError
@@ -52,7 +57,7 @@ from dgc.core.state import check_mapping, check_tensor
 from dgc.engine.drops import DropPolicy, check_nonfinite
 from dgc.engine.loop import LossScale
 from dgc.engine.steps import AwaitedStep, BackwardPass, check_not_running
-from dgc.fsdp.shards import ParameterGroup, Place, check_shards, parameter_groups, sharded_like
+from dgc.fsdp.shards import ParameterGroup, Place, check_sharded, parameter_groups, sharded_like
 from dgc.kernels import BlockCode, usable
 
 UNUSABLE = "{name} on rank {rank} has NaN or inf, or is 2**64 or more"
@@ -136,11 +141,12 @@ class _ReduceScatter(_Collective):
 
     def nonfinite_alone(self) -> str | None:
         """On one rank, return the first parameter with NaN or inf in a result of this backward pass."""
+        rank = self.group.mesh.shards[0]
         for result in self.alone[1::2]:
             unscaled = result.to(torch.float32, copy=self._owner.scale.enabled)
             if self._owner.scale.enabled:
                 self._owner.scale.divide_(unscaled)
-            if problem := _first_unusable(self.layout.names, unscaled.split(self.layout.sizes)):
+            if problem := _first_unusable(self.layout.names, unscaled.split(self.layout.sizes), rank):
                 return problem
         return None
 
@@ -335,13 +341,14 @@ class _Report:
 
 
 class FSDPQuantizer:
-    """Quantizes the collectives of a model that FSDP2 shards over all ranks. `quantize` is another name for it.
+    """Quantizes the collectives of a model that FSDP2 shards. `quantize` is another name for it.
 
     Construction is collective, after `fully_shard` and before training. Gradients are the means over all ranks, as
-    FSDP2 forms them. The gradient of a trainable parameter that a backward pass does not use counts as zero.
+    FSDP2 forms them. The gradient of a trainable parameter that a backward pass does not use counts as zero. Over
+    the replicas of a mesh FSDP2 averages in full precision.
 
     Args:
-        model (Module): the model, on which `fully_shard` was called last, with meshes of one dimension.
+        model (Module): the model, on which `fully_shard` was called last.
         gradients (int, optional): bits per element of gradients, 8 or 4. None: FSDP2's own reduce-scatter.
         weights (int, optional): bits per element of weights in forward and backward, 8. None: FSDP2's own
             all-gather.
@@ -389,16 +396,17 @@ class FSDPQuantizer:
         self.error, self.scale = error, LossScale(grad_scaler, ())
         self.meter = TrafficMeter(dense="FSDP2's own collectives")
         self._groups = parameter_groups(model, frozen=True)
-        check_shards(self._groups, self._groups[0].mesh.shards)
-        self._mesh = self._groups[0].gathered[0].device_mesh
-        effect, is_first = (
-            "every rank drops this step, in which every .grad is None",
-            not self._mesh.get_local_rank(),
-        )
+        check_sharded(self._groups)
+        meshes = {group.mesh for group in self._groups}
+        is_flat = len(meshes) == 1 and self._groups[0].mesh.replicas is None
+        # the ranks that decide together: those of the only mesh, or all
+        self._deciding: Any = self._groups[0].process_group if is_flat else None
+        self._everyone = None if is_flat else connect()
+        effect = "every rank drops this step, in which every .grad is None"
+        is_first = not dist.get_rank(self._deciding)
         self._drops = DropPolicy(nonfinite, effect, grad_scaler=grad_scaler, warns=is_first)
         settings = {name: value for name, (value, _) in choices.items()}
         self._check_settings({**settings, "nonfinite": nonfinite, "uses_grad_scaler": self.scale.enabled})
-        ranks = self._mesh.size()
         self._sums: list[_ReduceScatter] = []
         undo = []
         for group in self._groups:
@@ -406,7 +414,7 @@ class FSDPQuantizer:
             if gradients is not None:
                 group.check_elements()
         for group in self._groups:
-            reduce_scatter = all_gather = None
+            reduce_scatter, all_gather, ranks = None, None, len(group.mesh.shards)
             if gradients is not None and group.parameters:
                 code = BlockCode(gradients, block, hadamard)
                 layout = _RowLayout(group.names, group.places, ranks, code, group.device)
@@ -418,7 +426,7 @@ class FSDPQuantizer:
                 all_gather = _AllGather(self, group, layout, "weights")
             undo.append(group.use_collectives(reduce_scatter, all_gather))
             group.claim(self)
-        if weights is not None and ranks == 1:  # FSDP2 gathers nothing
+        if weights is not None and any(len(mesh.shards) == 1 for mesh in meshes):  # FSDP2 gathers nothing
             undo.append(model.register_forward_pre_hook(lambda *_: self._check_own_weights()).remove)
         self._undo: list[Callable[[], None]] = undo
         self._reports: list[_Report] = []
@@ -495,9 +503,10 @@ class FSDPQuantizer:
 
     @torch.no_grad()
     def _check_own_weights(self) -> None:
-        """As `_check_weights`, on one rank."""
-        for group in self._groups:
-            if problem := _first_unusable(group.gathered_names, [local_part(p) for p in group.gathered]):
+        """As `_check_weights`, of groups with one shard."""
+        for group in (group for group in self._groups if len(group.mesh.shards) == 1):
+            parts = [local_part(p) for p in group.gathered]
+            if problem := _first_unusable(group.gathered_names, parts, group.mesh.shards[0]):
                 raise RuntimeError(f"{problem}: it cannot be trained further. Load a checkpoint")
 
     def count(self, payload: int, wire: float, dense: float) -> None:
@@ -516,7 +525,7 @@ class FSDPQuantizer:
             self._check_weights()
             reports, self._reports = self._reports, []
             alone = (collective.nonfinite_alone() for collective in self._sums)
-            problem = _nonfinite(reports) or next(filter(None, alone), None)
+            problem = self._told_to_all(_nonfinite(reports) or next(filter(None, alone), None))
             for collective in self._sums if problem is None else ():
                 if collective.changed is not None:
                     collective.kept = collective.changed
@@ -527,6 +536,15 @@ class FSDPQuantizer:
             self._drops.withhold(p for group in self._groups for p in group.parameters)
             if self._drops.drop(reason := f"the gradient of {problem}"):
                 raise NonFiniteGradientError(reason)
+
+    def _told_to_all(self, problem: str | None) -> str | None:
+        """Return a problem of any rank. With one mesh all its ranks know it."""
+        if self._everyone is None:
+            return problem
+        flag = torch.tensor([problem is not None], dtype=torch.int64)
+        if not all_reduce(self._everyone, flag, "max", "quantize.dropped").item():
+            return None
+        return next(filter(None, all_gather_object(self._everyone, problem, "quantize.reason")))
 
     def close(self) -> None:
         """Give the model FSDP2's own collectives again. The error is lost."""
@@ -548,7 +566,7 @@ class FSDPQuantizer:
 
         Returns:
             "errors": The mean error over the ranks by parameter name, sharded as the parameter. "ranks": The
-            error of each rank, [ranks, ...], which is empty without `of_each_rank`.
+            error of each rank of the parameter's mesh, [ranks, ...], which is empty without `of_each_rank`.
 
         Raises:
             RuntimeError: It is called between backward() and the optimizer's step().
@@ -557,16 +575,14 @@ class FSDPQuantizer:
         self._awaited_step.check("state_dict()")
         errors, each = dict[str, DTensor](), dict[str, DTensor]()
         for own in self._sums if self.error else ():
-            whole, parts = own.error(own.kept).view(own.layout.ranks, -1), own.parts(own.exact())
-            places = zip(
-                own.group.names, own.group.parameters, whole.split(own.layout.sizes, 1), parts, strict=True
-            )
-            for (name, p, rows, views), dim in zip(places, own.group.dims, strict=True):
-                error = DTensor.from_local(_joined(rows, p.shape, dim), p.device_mesh, [Partial("sum")])
-                errors[name] = sharded_like(p, local_part(error.redistribute(placements=p.placements)) / len(rows))
+            group, row = own.group, own.group.mean_row(own.error(own.kept))
+            for name, p, place, views in zip(
+                group.names, group.parameters, group.places, own.parts(own.exact()), strict=True
+            ):
+                errors[name] = sharded_like(p, place.rows_of(row).view(place.shape).clone())
                 if of_each_rank:
-                    stored = torch.cat(views, 1).view(1, -1)
-                    each[name] = DTensor.from_local(stored, p.device_mesh, [Shard(0)], run_check=False)
+                    stored, by_rank = torch.cat(views, 1).view(1, -1), [Shard(0)] * p.device_mesh.ndim
+                    each[name] = DTensor.from_local(stored, p.device_mesh, by_rank, run_check=False)
         return {"errors": errors, "ranks": each}
 
     @torch.no_grad()
@@ -603,9 +619,10 @@ class FSDPQuantizer:
                     for view, part in zip(views, stored.view(len(kept), -1).split(widths, 1), strict=True):
                         view.copy_(part)
             else:
-                wholes = (state["errors"][name].full_tensor().to(kept.device) for name in own.group.names)
-                rows = [_divided(w, dim, own.layout.ranks) for w, dim in zip(wholes, own.group.dims, strict=True)]
-                kept = own.stored(torch.cat(rows, 1).view(-1))
+                row = torch.zeros(own.layout.numel, dtype=torch.float32, device=kept.device)
+                for name, place in zip(own.group.names, own.group.places, strict=True):
+                    place.rows_of(row).copy_(local_part(state["errors"][name]).flatten())
+                kept = own.stored(own.group.gather(row))
             loaded.append((own, kept))
         for own, kept in loaded:
             own.kept = kept
@@ -637,14 +654,14 @@ class FSDPQuantizer:
                     )
                 check_tensor(what, local_part(error), local_part(p).shape)
                 if each:
-                    self._check_stored(what, each[name], own.layout.ranks, views)
+                    self._check_stored(what, each[name], p.device_mesh, views)
         return bool(each)
 
-    def _check_stored(self, what: str, error: Any, ranks: int, views: Sequence[Tensor]) -> None:
+    def _check_stored(self, what: str, error: Any, mesh: DeviceMesh, views: Sequence[Tensor]) -> None:
         """Raise ValueError unless `error` has what this rank can keep in these views of it."""
         (first, *_), numel = views, sum(view.numel() for view in views)
-        expected = (ranks, numel)
-        if not isinstance(error, DTensor) or error.placements != (Shard(0),) or tuple(error.shape) != expected:
+        expected, by_rank = (mesh.size(), numel), (Shard(0),) * mesh.ndim
+        if not isinstance(error, DTensor) or error.placements != by_rank or tuple(error.shape) != expected:
             raise ValueError(
                 f"{what} is {getattr(error, 'dtype', type(error))} {list(getattr(error, 'shape', ()))}, not "
                 f"{first.dtype} {list(expected)}, a row for each rank: it was saved with another error= or number "
@@ -653,29 +670,14 @@ class FSDPQuantizer:
         stored = local_part(error)
         check_tensor(what, stored, (1, numel), first.dtype)
         if self.error == "int8":  # the first view has the scales, which are bfloat16
-            scales = stored.view(ranks, -1)[:, : first.shape[1]].contiguous().view(torch.bfloat16).float()
+            scales = stored.view(len(first), -1)[:, : first.shape[1]].contiguous().view(torch.bfloat16).float()
             check_tensor(f"a scale of {what}", scales, least=0)
 
     def _of_each_rank(self, own: Any) -> list[Any]:
         """Return what all ranks have, in their order. Collective."""
-        found: list[Any] = [None] * self._mesh.size()
-        dist.all_gather_object(found, own, group=self._mesh.get_group())
+        found: list[Any] = [None] * dist.get_world_size(self._deciding)
+        dist.all_gather_object(found, own, group=self._deciding)
         return found
-
-
-def _joined(rows: Tensor, shape: Sequence[int], dim: int) -> Tensor:
-    """Return the parameter [shape] of which each rank's part, with padding, is a row."""
-    part = list(shape)
-    part[dim] = -(-shape[dim] // len(rows))
-    return torch.cat([row.view(part) for row in rows.contiguous()], dim).narrow(dim, 0, shape[dim]).contiguous()
-
-
-def _divided(whole: Tensor, dim: int, ranks: int) -> Tensor:
-    """Return the rows of a parameter, [ranks, some]: the inverse of `_joined`."""
-    padding = list(whole.shape)
-    padding[dim] = -whole.shape[dim] % ranks
-    parts = torch.cat([whole, whole.new_zeros(padding)], dim).chunk(ranks, dim)
-    return torch.stack([part.flatten() for part in parts])
 
 
 def _nonfinite(reports: Sequence[_Report]) -> str | None:
@@ -683,18 +685,18 @@ def _nonfinite(reports: Sequence[_Report]) -> str | None:
     found = None
     for report, numbers in zip(reports, values_of([report.opened.flags for report in reports]), strict=True):
         names = report.collective.layout.names
-        for rank, number in enumerate(numbers):
+        for rank, number in zip(report.collective.group.mesh.shards, numbers, strict=True):
             if number and found is None:
                 found = UNUSABLE.format(name=names[(number - 1) % len(names)], rank=rank)
     return found
 
 
-def _first_unusable(names: Sequence[str], parts: Sequence[Tensor]) -> str | None:
-    """Return the same for the only rank, whose parameters or gradients are `parts`."""
+def _first_unusable(names: Sequence[str], parts: Sequence[Tensor], rank: int) -> str | None:
+    """Return the same for one rank, whose parameters or gradients are `parts`."""
     flags = [usable(part.detach().float()).all() for part in parts]
     if not flags or bool(torch.stack(flags).all()):
         return None
-    return UNUSABLE.format(name=names[[bool(flag) for flag in flags].index(False)], rank=0)
+    return UNUSABLE.format(name=names[[bool(flag) for flag in flags].index(False)], rank=rank)
 
 
 quantize = FSDPQuantizer

@@ -100,7 +100,6 @@ class ParameterGroup:
         self.names = tuple(names[p] for p in self.parameters)
         self.gathered: tuple[DTensor, ...] = tuple(shard.sharded_param for shard in group.fsdp_params)
         self.gathered_names = tuple(names[p] for p in self.gathered)
-        self.dims: tuple[int, ...] = tuple(shard.fsdp_placement.dim for shard in shards)
         self.places, self.gathered_places = (
             # of a parameter that other parallelism divides too, _orig_size is the part of these ranks
             lay_out(
@@ -149,7 +148,28 @@ class ParameterGroup:
         """Whether FSDP2 makes views of a reduce-scatter's result the gradients, and reads no element before."""
         ps = self.parameters
         is_read = any(p.grad is not None or p._post_accumulate_grad_hooks for p in ps)
-        return output.dtype == ps[0].dtype and not is_read and self._group._all_reduce_hook is None
+        is_reduced_further = self.mesh.replicas is not None or self._group._all_reduce_hook is not None
+        return output.dtype == ps[0].dtype and not is_read and not is_reduced_further
+
+    @property
+    def process_group(self) -> Any:
+        """Of the ranks among which the parameters are divided."""
+        return self._group.mesh_info.shard_process_group
+
+    def mean_row(self, rows: Tensor) -> Tensor:
+        """Return this rank's row of the mean of `rows`, [shards numel], over all ranks of the mesh. Collective."""
+        info, ranks = self._group.mesh_info, len(self.mesh.shards) * len(self.mesh.replicas or (0,))
+        row = rows.new_empty(self.numel)
+        dist.reduce_scatter_single(row, rows, group=info.shard_process_group)
+        if self.mesh.replicas is not None:
+            dist.all_reduce(row, group=info.replicate_process_group)
+        return row.div_(ranks)
+
+    def gather(self, row: Tensor) -> Tensor:
+        """Return the rows of all shards, [shards numel]. Collective."""
+        rows = row.new_empty(len(self.mesh.shards) * row.numel())
+        dist.all_gather_single(rows, row, group=self._group.mesh_info.shard_process_group)
+        return rows
 
     def check_elements(self) -> None:
         """Raise ValueError for a parameter without elements, of which FSDP2 cannot reduce zeros."""
@@ -198,6 +218,11 @@ class ParameterGroup:
             restore_mesh()
 
         self._restore = restore
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether its mesh has shards, though it may be one."""
+        return isinstance(self._group.mesh_info, FSDPMeshInfo)
 
     @property
     def _has_its_hook(self) -> bool:
@@ -376,6 +401,16 @@ def _leave_out_all_reduce(group: Any) -> Callable[[], None]:
 
     replace(before, plain)
     return lambda: replace(plain, before)
+
+
+def check_sharded(groups: Iterable[ParameterGroup]) -> None:
+    """Raise ValueError if the parameters of a group are not divided, but replicated."""
+    for group in groups:
+        if not group.is_sharded:
+            raise ValueError(
+                f"the parameters of {group.label} are replicated, so that FSDP2 gathers no weights: call "
+                "dgc.fsdp.compress, which exchanges gradients between replicas"
+            )
 
 
 def check_shards(groups: Iterable[ParameterGroup], ranks: Sequence[int]) -> None:

@@ -1,5 +1,6 @@
 """dgc.fsdp on the meshes of the user: replicas of HSDP and of `replicate`, and groups on several meshes."""
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,13 +11,16 @@ import torch.distributed as dist
 from cases import case
 from parallel import sharded
 from parallel.found import refused
+from parallel.mixture import mixture
 from parallel.ranks import each_rank_of, over, torchrun
 from parallel.sharded import accumulate, batches, build, kept, loss_of, network, shard, train, whole
+from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 
 from dgc import compression as methods
-from dgc.fsdp import compress
+from dgc.core.bucket import local_part
+from dgc.fsdp import compress, quantize
 from dgc.memory import DGCSGDMemory
 from dgc.optim import DGCSGD
 
@@ -147,3 +151,87 @@ def test_a_model_that_cannot_work_is_refused(transport: Any) -> None:
     words = "4.bias differs between replicas 0 and 1 before the first step"
     refused(words, loss_of(different, batches(1, 0)[0]).backward)
     exchange.close()
+
+
+def parts(model: nn.Module) -> list[Tensor]:
+    """This rank's part of each parameter."""
+    return [local_part(p).detach().clone() for p in model.parameters()]
+
+
+KINDS: list[tuple[str, Any]] = [
+    *((kind, quantize) for kind in ("sharded", "replicas", "mixed")),
+    *((kind, compress) for kind in ("replicas", "mixed")),
+]
+
+
+@on_ranks
+def test_experts_on_a_mesh_of_their_own_are_trained_as_without_us(transport: Any) -> None:
+    """Bit for bit, with None and with the dense compressor."""
+    inputs = batches(20, transport.rank)
+    native = {kind: mixture(kind) for kind in ("sharded", "replicas", "mixed")}
+    for model in native.values():
+        train(model, sgd(model), inputs)
+    for kind, start in KINDS:
+        model = mixture(kind)
+        exchange = start(model, None)
+        train(model, sgd(model), inputs)
+        exchange.close()
+        with case(kind, start):
+            assert all(map(torch.equal, parts(model), parts(native[kind])))
+
+
+@on_ranks
+def test_groups_have_different_numbers_of_replicas(transport: Any) -> None:
+    """Gloo adds four numbers in an order that depends on the number of elements."""
+    models = [mixture("whole"), mixture("whole")]
+    exchange = compress(models[0], methods.DenseCompressor())
+    for model in models:
+        train(model, sgd(model), batches(5, transport.rank))
+    for own, native in zip(*map(parts, models), strict=True):
+        torch.testing.assert_close(own, native, rtol=1e-5, atol=1e-7)
+    state = exchange.compression_state_dict()
+    assert "[[0, 1, 2, 3]]" in str(state["identity"]) and "[[0, 2], [1, 3]]" in str(state["identity"])
+    exchange.close()
+
+
+@on_ranks
+def test_what_experts_send_plus_the_error_is_the_gradient(transport: Any) -> None:
+    (batch,) = batches(1, transport.rank)
+    for kind in ("sharded", "replicas", "mixed"):
+        native, model = mixture(kind), mixture(kind)
+        quantizer = quantize(model, 4, error="float32")
+        for own in (native, model):
+            loss_of(own, batch).backward()
+        errors = quantizer.state_dict()["errors"]
+        for (name, p), q in zip(model.named_parameters(), native.parameters(), strict=True):
+            sent, error, expected = (local_part(t) for t in (p.grad, errors[name], q.grad))
+            with case(kind, name):
+                torch.testing.assert_close(sent + error, expected, rtol=1e-5, atol=1e-7)
+                has_one_shard = (kind, name) == ("replicas", "block.experts.weight")
+                assert not error.numel() or error.any() == (not has_one_shard)
+        quantizer.close()
+
+
+@on_ranks
+def test_nan_in_the_gradient_of_one_expert_drops_the_step_everywhere(transport: Any) -> None:
+    """Two ranks have the other experts."""
+    for kind, start in KINDS:
+        model = mixture(kind)
+        exchange = start(model, methods.TwoPhaseCompressor() if start is compress else 8)
+        optimizer, inputs = sgd(model), batches(3, transport.rank)
+        train(model, optimizer, inputs[:1])
+        before, expert = parts(model), model.block.experts
+        expert.factor = float("nan") if transport.rank == 3 else 1.0
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the dropped step
+            train(model, optimizer, inputs[1:2])
+        with case(kind, start):
+            assert exchange.dropped_steps == 1 and all(p.grad is None for p in model.parameters())
+            assert all(map(torch.equal, parts(model), before))
+        expert.factor = 1.0
+        train(model, optimizer, inputs[2:])
+        with case(kind, start, "later"):
+            assert exchange.dropped_steps == 1
+            assert all(p.isfinite().all() for p in parts(model))
+            assert not all(map(torch.equal, parts(model), before))
+        exchange.close()

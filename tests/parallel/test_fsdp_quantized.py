@@ -16,6 +16,7 @@ from parallel.found import digest, refused, told
 from parallel.ranks import each_rank_of, over, torchrun
 from parallel.sharded import batches, build, kept, loss_of, network, on_gradient, shard, train, whole
 from torch import Tensor
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -341,8 +342,8 @@ def test_what_cannot_work_is_refused_with_one_error_on_every_rank(transport: Any
     second = start(error="float32")
     refused("it was saved with another error= or number of ranks", partial(second.load_state_dict, exact))
     second.close()
-    if transport.size % 2 == 0:
-        refused("is sharded over a mesh of 2 dimensions", partial(quantize, shard(network(), sharded.of_hsdp())))
+    whole_model: Any = replicate(network(), mesh=sharded.of_all())
+    refused("the parameters of the model are replicated", partial(quantize, whole_model))
 
 
 @on_ranks
