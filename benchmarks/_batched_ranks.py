@@ -32,7 +32,7 @@ from dgc.comm.meter import TrafficMeter
 from dgc.engine.exchange import ExchangeSettings, GradientPlan, plan_gradients
 from dgc.gossip.model import FlatModel
 from dgc.optim import MuonWithAdamW
-from dgc.optim.muon import NS
+from dgc.optim.muon import NS, newton_schulz
 from dgc.optim.muon import _scale as scale_of
 from dgc.optim.muon_rule import rows_of
 from dgc_training.data import PassSampler
@@ -100,17 +100,6 @@ def evaluate(call: FromVector, vector: Tensor, rows: EvaluationRows) -> float:
 
 def nothing(*_: object) -> None:
     """In place of the step of an optimizer whose step was taken, and whose gradients are replaced."""
-
-
-def newton_schulz(u: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """`dgc.optim.muon.newton_schulz` of each matrix of a stack [matrices, A, B]."""
-    (a, b, c), is_tall = group["ns_coefficients"], u.shape[1] > u.shape[2]
-    y = u.mT if is_tall else u
-    y = y / y.norm(dim=(1, 2), keepdim=True).clamp(min=group["eps"])
-    for _ in range(group["ns_steps"]):
-        k = y @ y.mT
-        y = torch.baddbmm(y, torch.baddbmm(k, k, k, beta=b, alpha=c), y, beta=a)
-    return y.mT if is_tall else y
 
 
 class JointMuon:

@@ -28,6 +28,7 @@ from dgc.engine.buckets import PlannedBucket
 from dgc.engine.exchange import ExchangeSettings, GradientExchange, plan_gradients
 from dgc.engine.momentum import compressors_of, warn_of_unsuited
 from dgc.engine.options import (
+    SharesSteps,
     check_not_converted,
     check_not_wrapped,
     check_transport,
@@ -223,6 +224,8 @@ class DDPExchange(GradientExchange):
         effect = "every rank drops this step, and every .grad is None"
         super().__init__(settings, plan, transport, TrafficMeter(transport.local_size), effect)
         self._momentum = plan.momentum
+        if isinstance(self._stepped, SharesSteps):
+            self._stepped.use_transport(transport, self.meter)
         self._model = weakref.ref(model)  # it refers to this exchange from C++
         self._may_be_unused = model.find_unused_parameters or model.static_graph
         self._slots = {p: (b, i) for b, plan in enumerate(self.planned) for i, p in enumerate(plan.parameters)}

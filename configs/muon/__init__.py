@@ -19,6 +19,7 @@ configs.train.optimizer.muon_lr_ratio = 2.0
 configs.train.optimizer.weight_decay = 0.1  # of the weights themselves, not of the gradients
 
 configs.train.parameter_groups = Config(muon_groups)
+configs.train.parameter_groups.show = False  # the log has the table
 if configs.model._target_ == "dgc_models.GPT":
     configs.train.parameter_groups.split = {"*queries_keys_values*": 3}
 configs.train.optimize_bn_separately = False

@@ -222,7 +222,7 @@ def builder(method: Method, optimizer: str, gradients: Mapping[str, Tensor]) -> 
         if method.for_adam:
             inner = (OneBitAdam if method.name == "onebit-adam" else DGCAdam)(parameters, freeze_step=1)
         elif optimizer == "muon":
-            inner = MuonWithAdamW(muon_groups(model))
+            inner = MuonWithAdamW(muon_groups(model, show=False))
         elif FAMILIES[optimizer] == "adam":
             inner = (torch.optim.Adam if optimizer == "adam" else torch.optim.AdamW)(parameters)
         else:

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import CrossMachineTransport, Transport
 from dgc.core.arguments import WHOLE, require
 from dgc.core.bucket import as_real, named_pairs
@@ -279,6 +280,20 @@ def check_saved_groups(
             check({**own, **saved})
         except ValueError as error:
             raise ValueError(f"group {g} of the optimizer's state cannot be loaded: {error}") from None
+
+
+@runtime_checkable
+class SharesSteps(Protocol):
+    """An optimizer whose ranks, which have the same mean gradients, may each compute a part of a step for all.
+
+    Attributes:
+        owners: "on" if they do so for parameters that each rank has whole.
+    """
+
+    owners: str
+
+    def use_transport(self, transport: Transport, meter: TrafficMeter) -> None:
+        """Use the transport of an adapter, whose meter counts the bytes. Raises ValueError for other ranks."""
 
 
 @runtime_checkable

@@ -54,6 +54,8 @@ def create_state(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
     """Create the state of an optimizer by a step on gradients of zero. Parameters and settings stay."""
     before = [(p, p.clone()) for p in parameters]
     settings = [dict(group) for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0  # so that no optimizer waits for ranks that have a state
     optimizer.step()
     for p, value in before:  # weight decay has changed it
         p.copy_(value)

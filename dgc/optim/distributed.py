@@ -30,6 +30,7 @@ from dgc.engine.buckets import PlannedBucket, SparseUpdate
 from dgc.engine.exchange import ExchangeSettings, GradientExchange, plan_gradients
 from dgc.engine.momentum import SupportsCorrectedGradients
 from dgc.engine.options import (
+    SharesSteps,
     check_arguments,
     check_needs_no_closure,
     check_no_unfrozen,
@@ -148,6 +149,8 @@ class DistributedOptimizer(Wrapper, GradientExchange):
         assert plan.momentum is not None
         self._momentum = plan.momentum
         GradientExchange.__init__(self, settings, plan, transport, TrafficMeter(transport.local_size))
+        if isinstance(optimizer, SharesSteps):
+            optimizer.use_transport(transport, self.meter)
         self._should_synchronize, self._averaged_for_scaler = True, False
         self._averaged = False  # whether .grad holds the averages, with nothing added since
         self._dropped = False  # whether the last averaged gradients were not finite

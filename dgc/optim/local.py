@@ -26,6 +26,7 @@ from dgc.engine.drops import DropPolicy, check_nonfinite
 from dgc.engine.gathered import HasGatheredState
 from dgc.engine.momentum import warn_of_unsuited
 from dgc.engine.options import (
+    SharesSteps,
     check_no_unfrozen,
     check_not_sharded,
     check_optimizer_state,
@@ -99,6 +100,11 @@ class LocalOptimizer(Wrapper):
         check_steps(optimizer, type(self).__name__)
         check_method(method)
         check_transport(transport)
+        if isinstance(optimizer, SharesSteps) and optimizer.owners == "on":
+            raise ValueError(
+                f'owners="on" gives the step of one rank to others, and with {type(self).__name__} each '
+                f'{self._worker} steps on its own gradients: use owners="auto"'
+            )
         self.transport = transport or default_transport(point_to_point=True)
         # all ranks of the run, by whose numbers messages name them
         ranks = transport.inner if isinstance(transport, CrossMachineTransport) else self.transport

@@ -10,13 +10,17 @@ NS, five Newton-Schulz iterations in bf16, replaces the singular values of U by 
 the mean over the ranks of NS(U) is not NS of the mean. So gradients are compressed, with error feedback, and NS
 takes their mean.
 
+With owners, each matrix is iterated on one rank, which sends NS(U) to the others (`dgc.optim.owners`). Momenta and
+parameters stay where they are, so a state does not depend on the number of ranks.
+
 Differences from the paper: a matrix that holds several ones (queries, keys and values, or the gates of an LSTM) is
-several matrices, each with NS and s of its own.
+several matrices, each with NS and s of its own, and so is a stack [experts, A, B].
 """
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,11 +28,24 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from dgc.comm.connect import default_transport
 from dgc.comm.conversation import without_autocast
+from dgc.comm.meter import TrafficMeter
+from dgc.comm.transport import Transport
 from dgc.core.arguments import FLAG, NUMBER, WHOLE, require
 from dgc.core.bucket import local_part
-from dgc.engine.options import as_number, check_adam, check_optimizer_state, check_saved_groups, loss_of
+from dgc.engine.agreement import check_settings
+from dgc.engine.options import (
+    as_number,
+    check_adam,
+    check_optimizer_state,
+    check_saved_groups,
+    check_transport,
+    loss_of,
+    unique_prefix,
+)
 from dgc.optim.muon_rule import rows_of
+from dgc.optim.owners import Alone, Exchange, Piece, Ranks, TransportRanks, matrices_of, replicated
 from dgc.versions import TorchRange
 
 TORCH = TorchRange("optim.MuonWithAdamW", oldest="2.9", newest="2.15", since={"Muon": "2.9"})
@@ -36,6 +53,8 @@ CPU_FLAGS = Path("/proc/cpuinfo")
 NS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 BUFFER, MOMENTS = "momentum_buffer", {"step", "exp_avg", "exp_avg_sq"}
 ADJUST_LR = ("match_rms_adamw", "original", None)  # None: as "original"
+OWNERS = ("auto", "on", "off")
+BATCH = 2**25  # elements of the matrices that are iterated together
 _ANY = [torch.empty(1, 1, dtype=torch.float32)]  # optimizers take no empty list
 
 
@@ -45,8 +64,8 @@ class MuonWithAdamW(Optimizer):
     With ns_precision="bf16" it computes the bits of the two. `description()` says in which type it iterates.
     Schedulers and checkpoints see one optimizer. A scheduler that sets absolute rates, such as OneCycleLR, needs
     one for each group, and cycle_momentum=False, because the momenta of the two have other names. Parameters may
-    be sharded by FSDP2: each matrix is gathered once per step, in the type of `ns_precision`, and all ranks need
-    the same matrices to have a gradient.
+    be sharded by FSDP2, and may be stacks of matrices [experts, rows, columns]. The same matrices must have a
+    gradient on all ranks.
 
     Args:
         params: Parameter groups of `muon_groups(model)`. A group may set what the optimizer has, and `muon` and
@@ -64,6 +83,13 @@ class MuonWithAdamW(Optimizer):
         ns_precision: Type of Newton-Schulz iterations: "bf16", as torch's Muon, or "fp32", which is many times
             faster on a CPU without instructions for bf16. "auto" chooses the faster one for the device of each
             group's parameters when the group is added. The choice is a setting of the group, so a state keeps it.
+        owners: Which matrices one rank iterates for others, and sends them the result. "auto": those of shards
+            (FSDP2), whose rows are sent anyway, on the ranks that hold one copy together. "on": all, on all ranks
+            that have the same mean gradients, also under DDP, DistributedOptimizer and on both dimensions of HSDP.
+            "off": none. Every rank iterates all matrices, and gathers those of shards.
+        update_bits: Size of an element that owners send, 32 or 16. In bf16 iterations it is 16, without loss.
+        transport: Connects the ranks of "on", where parameters are no shards. None: the one of
+            DistributedOptimizer or of dgc.ddp, or see `dgc.init`.
 
     Raises:
         ImportError: torch is older than 2.9, and has no Muon.
@@ -89,8 +115,20 @@ class MuonWithAdamW(Optimizer):
         ns_steps: int = 5,
         adjust_lr_fn: str = "match_rms_adamw",
         ns_precision: str = "auto",
+        owners: str = "auto",
+        update_bits: int = 32,
+        transport: Transport | None = None,
     ):
         TORCH.check(torch.optim, TORCH.since)
+        if owners not in OWNERS:
+            raise ValueError(f"owners must be one of {', '.join(OWNERS)}, not {owners!r}")
+        if update_bits not in (16, 32):
+            raise ValueError(f"update_bits must be 16 or 32, not {update_bits!r}")
+        check_transport(transport)
+        if transport is not None and owners != "on":
+            raise ValueError('transport has no effect without owners="on"')
+        self.owners, self._update_bits, self._connection = owners, update_bits, _Connection(transport)
+        self._plan: tuple[Any, list[_Share], list[tuple[Any, int]]] | None = None
         require("a number", NUMBER, muon_lr_ratio=muon_lr_ratio)
         if not 0 < muon_lr_ratio < math.inf:
             raise ValueError(f"muon_lr_ratio must be above 0 and finite, not {muon_lr_ratio}")
@@ -119,7 +157,26 @@ class MuonWithAdamW(Optimizer):
         return {"muon", *self._settings[True], *self._settings[False]}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_settings": self._settings}
+        kept = ("_settings", "owners", "_update_bits", "_connection")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in kept}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._plan = None
+        super().__setstate__(state)
+
+    def use_transport(self, transport: Transport, meter: TrafficMeter) -> None:
+        """Share the matrices over the ranks of an adapter, which have the same mean gradients.
+
+        Raises:
+            ValueError: The optimizer was given a transport of other ranks.
+        """
+        given = self._connection.transport
+        if given is not None and (given.rank, given.size) != (transport.rank, transport.size):
+            raise ValueError(
+                f"MuonWithAdamW shares its matrices over {given.size} ranks, and the gradients are the mean over "
+                f"{transport.size}: leave out transport= of MuonWithAdamW"
+            )
+        self._connection, self._plan = _Connection(given or transport, meter), None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if not isinstance(param_group, dict):
@@ -134,18 +191,23 @@ class MuonWithAdamW(Optimizer):
             group["ns_precision"] = fastest_precision(matrices[0].device)
         _check_group(group)
         for p in matrices:
-            if p.dim() != 2 or p.is_complex():
+            if p.dim() not in (2, 3) or p.is_complex():
                 raise ValueError(f"Muon takes real matrices, not {tuple(p.shape)} of {p.dtype}: see muon_groups")
-            rows_of(p.shape, group["parts"])
+            rows_of(p.shape[-2:], group["parts"])
         super().add_param_group(group)
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         groups, states = state["param_groups"], state["state"]
         if not any(group.get("muon") for group in groups):
             raise ValueError("the state is from an optimizer without Muon, which has no momentum for matrices")
-        if _kinds(groups) != _kinds(self.param_groups):
+        sizes = [
+            (len(own["params"]), len(saved.get("params", own["params"])))
+            for own, saved in zip(self.param_groups, groups, strict=False)
+        ]
+        if _kinds(groups) != _kinds(self.param_groups) or any(own != saved for own, saved in sizes):
             raise ValueError(
-                "the state has other groups of Muon and AdamW: call muon_groups as in the run that saved it"
+                "the state has other groups of Muon and AdamW: call muon_groups as in the run that saved it, with "
+                "experts=False if AdamW had the stacks of experts"
             )
         check_saved_groups(self, state, _check_group)
         for own, saved in zip(self.param_groups, groups, strict=True):
@@ -184,25 +246,27 @@ class MuonWithAdamW(Optimizer):
 
     def _step(self) -> None:
         # made for each step, because loading a state replaces groups and state
-        adamw, muon = _adamw(), _muon()
+        adamw = _adamw()
         adamw.param_groups = [group for group in self.param_groups if not group["muon"]]
         adamw.state = self.state
         adamw.step()
-        muon.param_groups = []
-        for group in self.param_groups:
-            if group["muon"]:
-                muon.param_groups.append({**group, "params": []})
-                for p in group["params"]:
-                    if p.grad is None:
-                        continue
-                    if p.grad.is_sparse:
-                        shape = tuple(p.shape)
-                        raise ValueError(f"Muon needs dense gradients, and a gradient of shape {shape} is sparse")
-                    if group["ns_precision"] == "fp32" or hasattr(p, "to_local") or _is_overwritten(p, group):
-                        self._step_matrix(p, group)
-                    else:
-                        self._add(muon, p, group)
-        muon.step()
+        matrices = [(p, g) for g, group in enumerate(self.param_groups) if group["muon"] for p in group["params"]]
+        for p, _ in matrices:
+            if p.grad is not None and p.grad.is_sparse:
+                shape = tuple(p.shape)
+                raise ValueError(f"Muon needs dense gradients, and a gradient of shape {shape} is sparse")
+        for p, g in matrices:
+            if p.grad is not None:
+                group = self.param_groups[g]
+                local_part(self._momentum(p)).lerp_(local_part(p.grad), 1 - group["momentum"])
+        if all(float(group["lr"]) == 0 for group in self.param_groups if group["muon"]):
+            return  # torch.distributed.checkpoint creates a state so, perhaps on one rank alone
+        shares, gathered = self._planned(matrices)
+        for share in shares:
+            self._step_share(share)
+        for p, g in gathered:
+            if p.grad is not None:
+                self._step_gathered(p, self.param_groups[g])
 
     def _momentum(self, p: Tensor) -> Tensor:
         state = self.state[p]
@@ -210,40 +274,165 @@ class MuonWithAdamW(Optimizer):
             state[BUFFER] = torch.zeros_like(cast(Tensor, p.grad))
         return cast(Tensor, state[BUFFER])
 
-    def _add(self, muon: Optimizer, p: Tensor, group: dict[str, Any]) -> None:
-        """Give the matrices of a parameter to the last group of Muon."""
-        rows = rows_of(p.shape, group["parts"])
-        assert p.grad is not None
-        parts = (tensor.split(rows) for tensor in (p.detach(), p.grad, self._momentum(p)))
-        for matrix, gradient, momentum in zip(*parts, strict=True):
-            matrix.grad = gradient
-            muon.state[matrix] = {BUFFER: momentum}
-            muon.param_groups[-1]["params"].append(matrix)
+    def _planned(self, matrices: Sequence[tuple[Any, int]]) -> tuple[list["_Share"], list[tuple[Any, int]]]:
+        """The shares of parameters with their group's number, and the shards that every rank gathers."""
+        settings = [
+            (g, group["parts"], group["ns_precision"])
+            for g, group in enumerate(self.param_groups)
+            if group["muon"]
+        ]
+        key = settings, [id(p) for p, _ in matrices]
+        if self._plan is None or self._plan[0] != key:
+            self._plan = (key, *self._plan_shares(matrices))
+        return self._plan[1:]
 
-    def _step_matrix(self, p: Any, group: dict[str, Any]) -> None:
-        """The step of a parameter in fp32, or of a shard, for which all rows are gathered in the type of NS."""
-        momentum, mu = self._momentum(p), group["momentum"]
-        x, g, m = map(local_part, (p.detach(), p.grad, momentum))
-        m.lerp_(g, 1 - mu)
-        u = (g.lerp(m, mu) if group["nesterov"] else m).to(NS[group["ns_precision"]])
-        if hasattr(p, "to_local"):
-            # not at the top: a torch without torch.distributed has no shards
-            from torch.distributed.tensor import DTensor, Replicate
+    def _plan_shares(self, matrices: Sequence[tuple[Any, int]]) -> tuple[list["_Share"], list[tuple[Any, int]]]:
+        found: dict[Any, list[tuple[Any, int]]] = {}
+        gathered = []
+        for p, g in matrices:
+            place = None
+            if hasattr(p, "to_local"):
+                # not at the top: a torch without torch.distributed has no shards
+                from dgc.optim.mesh import dims_of
 
-            layout = {"shape": p.shape, "stride": p.stride(), "run_check": False}
-            whole = DTensor.from_local(u, p.device_mesh, p.placements, **layout).full_tensor()
-            replicas = [Replicate()] * p.device_mesh.ndim
-            steps = DTensor.from_local(self._steps(whole, group), p.device_mesh, replicas, run_check=False)
-            step = steps.redistribute(placements=p.placements).to_local()
-        else:
-            step = self._steps(u, group)
+                dims = None if self.owners == "off" else dims_of(p, self.owners == "on")
+                if dims is None:
+                    gathered.append((p, g))
+                    continue
+                place = (p.device_mesh, dims) if dims else None
+            common = place is None and self.owners == "on" and not hasattr(p, "to_local")
+            found.setdefault((place, common, NS[self.param_groups[g]["ns_precision"]], p.device), []).append(
+                (p, g)
+            )
+        shares = []
+        for (place, common, dtype, device), own in found.items():
+            if place is not None:
+                from dgc.optim.mesh import MeshRanks, layout_of
+
+                ranks: Ranks = MeshRanks(*place)
+                layouts = [layout_of(p, place[1]) for p, _ in own]
+            else:
+                ranks = self._connection.ranks(self._described(own)) if common else Alone()
+                layouts = [replicated(p.shape, ranks.size) for p, _ in own]
+            of_all = [
+                matrix
+                for i, (p, g) in enumerate(own)
+                for matrix in matrices_of(i, p.shape, self.param_groups[g]["parts"])
+            ]
+            shares.append(
+                _Share(
+                    own,
+                    Exchange(ranks, of_all, layouts),
+                    ranks.size > 1,
+                    torch.empty(0, dtype=dtype, device=device),
+                )
+            )
+        return shares, gathered
+
+    def _step_share(self, share: "_Share") -> None:
+        """The step of parameters whose matrices the same ranks share."""
+        groups, exchange = self.param_groups, share.exchange
+
+        def read(piece: Piece) -> Tensor:
+            """U of what this rank holds of a matrix. A missing gradient counts as zero: sizes are fixed."""
+            matrix = exchange.matrices[piece.matrix]
+            p, g = share.parameters[matrix.parameter]
+            if p.grad is None:
+                return share.like.new_zeros(piece.shape)
+            tensors = (local_part(tensor) for tensor in (p.grad, self._momentum(p)))
+            gradient, momentum = (matrix.of(tensor, exchange.box(matrix), piece.part) for tensor in tensors)
+            group = groups[g]
+            u = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+            return u.to(share.like.dtype)
+
+        updates = self._iterated(share, exchange.gather(read, share.like))
+        like = share.like
+        if share.is_shared and self._update_bits == 16:
+            like, updates = like.bfloat16(), [update.bfloat16() for update in updates]
+        for p, g in share.parameters:
+            if p.grad is not None:
+                local_part(p.detach()).mul_(1 - float(groups[g]["lr"]) * groups[g]["weight_decay"])
+        for piece, update in exchange.scatter(updates, like):
+            matrix = exchange.matrices[piece.matrix]
+            p, g = share.parameters[matrix.parameter]
+            if p.grad is not None:
+                x = matrix.of(local_part(p.detach()), exchange.box(matrix), piece.part)
+                x.add_(update, alpha=-float(groups[g]["lr"]) * _scale(matrix.shape, groups[g]))
+
+    def _iterated(self, share: "_Share", matrices: Sequence[Tensor]) -> list[Tensor]:
+        """NS of the matrices that this rank owns, those of one shape together."""
+        batches: dict[Any, list[int]] = {}
+        for n, i in enumerate(share.exchange.own):
+            matrix = share.exchange.matrices[i]
+            p, g = share.parameters[matrix.parameter]
+            # without owners matrices have the bits of torch's Muon, which takes them one by one
+            together = share.is_shared or matrix.place is not None
+            if p.grad is not None:
+                batches.setdefault((g, matrix.shape, None if together else n), []).append(n)
+        found = list[Tensor | None](len(matrices) * [None])
+        for (g, shape, _), numbers in batches.items():
+            most = max(1, BATCH // math.prod(shape))
+            for some in (numbers[i : i + most] for i in range(0, len(numbers), most)):
+                if len(some) == 1:
+                    found[some[0]] = newton_schulz(matrices[some[0]], self.param_groups[g])
+                    continue
+                stack = newton_schulz(torch.stack([matrices[n] for n in some]), self.param_groups[g])
+                for n, update in zip(some, stack.unbind(), strict=True):
+                    found[n] = update
+        return [torch.zeros_like(u) if of is None else of for u, of in zip(matrices, found, strict=True)]
+
+    def _step_gathered(self, p: Any, group: dict[str, Any]) -> None:
+        """The step of a shard of which every rank gathers and iterates the whole."""
+        from dgc.optim.mesh import on_whole
+
+        x, g, m = map(local_part, (p.detach(), p.grad, self._momentum(p)))
+        u = (g.lerp(m, group["momentum"]) if group["nesterov"] else m).to(NS[group["ns_precision"]])
         lr = float(group["lr"])
-        x.mul_(1 - lr * group["weight_decay"]).add_(step, alpha=-lr)
+        x.mul_(1 - lr * group["weight_decay"]).add_(on_whole(p, u, partial(_steps, group)), alpha=-lr)
 
-    def _steps(self, u: Tensor, group: dict[str, Any]) -> Tensor:
-        """s NS(U) of each matrix of a parameter, in fp32."""
-        parts = u.split(rows_of(u.shape, group["parts"]))
-        return torch.cat([newton_schulz(part, group).float() * _scale(part.shape, group) for part in parts])
+    def _described(self, parameters: Sequence[tuple[Any, int]]) -> list[Any]:
+        """What must be the same on all ranks that share matrices."""
+        rows = ((tuple(p.shape), self.param_groups[g]) for p, g in parameters)
+        settings = ("parts", "ns_precision", "ns_steps", "momentum", "nesterov")
+        return [self._update_bits, *((shape, *(group[name] for name in settings)) for shape, group in rows)]
+
+
+@dataclass
+class _Share:
+    """Parameters whose matrices the same ranks share.
+
+    Attributes:
+        parameters: With the numbers of their groups.
+        is_shared: Whether there are other ranks.
+        like: An empty tensor of the type and on the device of the iterations.
+    """
+
+    parameters: list[tuple[Any, int]]
+    exchange: Exchange
+    is_shared: bool
+    like: Tensor
+
+
+class _Connection:
+    """The transport of an optimizer, and of its copies, each of which opens a communicator of its own."""
+
+    def __init__(self, transport: Transport | None, meter: TrafficMeter | None = None):
+        self.transport, self._meter = transport, meter
+        self._ranks: Ranks | None = None
+
+    def __deepcopy__(self, memory: Any) -> "_Connection":
+        return _Connection(self.transport, self._meter)
+
+    def ranks(self, settings: Any) -> Ranks:
+        """The ranks that share matrices. Collective, with settings that must be the same on all of them."""
+        transport = self.transport or default_transport()
+        if transport.size == 1:
+            return Alone()
+        if self._ranks is None:
+            meter = self._meter or TrafficMeter(transport.local_size)
+            self._ranks = TransportRanks(transport, meter, f"{unique_prefix(transport)}.muon")
+        check_settings(transport, "muon.settings", matrices=settings)
+        return self._ranks
 
 
 def _kinds(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
@@ -302,19 +491,25 @@ def multiplies_bf16(flags: Path) -> bool:
 
 
 def newton_schulz(u: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """U [A, B] with singular values near 1, in its type. group: `ns_steps`, `ns_coefficients` and `eps`."""
-    (a, b, c), is_tall = group["ns_coefficients"], u.shape[0] > u.shape[1]
-    y = u.T if is_tall else u
-    y = y / y.norm().clamp(min=group["eps"])
+    """U [A, B], or each of a stack [n, A, B], with singular values near 1, in its type.
+
+    group: `ns_steps`, `ns_coefficients` and `eps`.
+    """
+    (a, b, c), is_tall, is_stack = group["ns_coefficients"], u.shape[-2] > u.shape[-1], u.dim() == 3
+    add = torch.baddbmm if is_stack else torch.addmm
+    y = u.mT if is_tall else u
+    norm = y.norm(dim=(1, 2), keepdim=True) if is_stack else y.norm()
+    y = y / norm.clamp(min=group["eps"])
     for _ in range(group["ns_steps"]):
-        k = y @ y.T
-        y = torch.addmm(y, torch.addmm(k, k, k, beta=b, alpha=c), y, beta=a)
-    return y.T if is_tall else y
+        k = y @ y.mT
+        y = add(y, add(k, k, k, beta=b, alpha=c), y, beta=a)
+    return y.mT if is_tall else y
 
 
-def _is_overwritten(p: Tensor, group: Mapping[str, Any]) -> bool:
-    """Whether torch.optim.Muon's iterations in bf16 overwrite the momentum, which they take without a copy."""
-    return p.dtype is torch.bfloat16 and not group["nesterov"]
+def _steps(group: Mapping[str, Any], u: Tensor) -> Tensor:
+    """s NS(U) of each matrix of a parameter, in fp32."""
+    parts = u.split(rows_of(u.shape[-2:], group["parts"]), -2)
+    return torch.cat([newton_schulz(part, group).float() * _scale(part.shape[-2:], group) for part in parts], -2)
 
 
 def _scale(shape: Sequence[int], group: Mapping[str, Any]) -> float:

@@ -6,12 +6,16 @@ their names. The rules hold for the names in Hugging Face's transformers, torchv
 and Megatron. A layer that the rules cannot know, such as the last one of an nn.Sequential, is named in `head`.
 """
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor, nn
+
+from dgc.core.arguments import FLAG, require
+from dgc.launch import started_by
 
 WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")  # the module in torch.compile and checkpoint_wrapper
 GATES = {nn.LSTM: 4, nn.GRU: 3}
@@ -91,13 +95,15 @@ def muon_groups(
     head: Sequence[str] | None = None,
     split: Mapping[str, Parts] | None = None,
     matrices: Sequence[str] = (),
+    experts: bool = True,
+    show: bool = True,
 ) -> MuonGroups:
-    """The parameter groups of `MuonWithAdamW`: first AdamW's, then Muon's.
+    """The parameter groups of `MuonWithAdamW`: first AdamW's, then Muon's. Rank 0 prints a table of them.
 
-    Muon takes matrices. AdamW takes vectors, convolutions, stacks of matrices such as the matrices of experts,
-    routers of experts, embeddings, also where the output layer shares them, and the output layer. Weights of
+    Muon takes matrices, and stacks of the matrices of experts. AdamW takes vectors, convolutions, routers of
+    experts, embeddings, also where the output layer shares them, and the output layer. Weights of
     nn.MultiheadAttention, nn.LSTM and nn.GRU are split into the matrices that they hold. `description()` of the
-    result is a table of all parameters, with the reasons. docs/methods.md has the rules of names.
+    result is the table of all parameters, with the reasons. docs/methods.md has the rules of names.
 
     Args:
         model: Its parameters get groups. Names are those without DDP, torch.compile and checkpoint_wrapper. A
@@ -108,19 +114,20 @@ def muon_groups(
             `{"*qkv.weight": 3}`.
         matrices: Patterns of names of matrices for Muon although they are named like an embedding, an output
             layer or a router.
+        experts: Muon takes stacks [experts, rows, columns], as so many matrices. False: AdamW takes them.
+        show: Print the table, on rank 0.
 
     Raises:
         ValueError: A pattern of `head` fits no parameter, or one of `split` or `matrices` no matrix; a matrix has
             other rows than its parts, or Muon has no matrix.
 
     Example:
-        groups = muon_groups(model)
-        print(groups.description())
-        optimizer = MuonWithAdamW(groups, lr=1e-3)
+        optimizer = MuonWithAdamW(muon_groups(model), lr=1e-3)
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"muon_groups takes a model, not {type(model).__name__}: muon_groups(model)")
-    choices = _choices(model, head, split or {}, matrices)
+    require("True or False", FLAG, experts=experts, show=show)
+    choices = _choices(model, head, split or {}, matrices, experts)
     found: dict[Any, list[Tensor]] = {}
     for choice in choices:
         if choice.is_muon:
@@ -130,11 +137,19 @@ def muon_groups(
     others = [choice.parameter for choice in choices if not choice.is_muon]
     groups: list[dict[str, Any]] = [{"params": others, "muon": False}] if others else []
     groups += ({"params": own, "muon": True, "parts": parts} for parts, own in found.items())
-    return MuonGroups(groups, choices)
+    made = MuonGroups(groups, choices)
+    started = started_by(os.environ)
+    if show and (started is None or started.rank == 0):
+        print(made.description(), flush=True)
+    return made
 
 
 def _choices(
-    model: nn.Module, head: Sequence[str] | None, split: Mapping[str, Parts], matrices: Sequence[str]
+    model: nn.Module,
+    head: Sequence[str] | None,
+    split: Mapping[str, Parts],
+    matrices: Sequence[str],
+    experts: bool,
 ) -> list[Choice]:
     names, fused = _names(model), dict(_fused(model))
     embeddings = {m.weight for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
@@ -149,6 +164,8 @@ def _choices(
             reason = reason or f"head={asked[0]!r}"
         elif reason is None and (fit := _fitting(matrices, own)):
             used.update(fit)
+        elif reason is None and p.dim() == 3:
+            reason = None if experts else "experts=False"
         elif reason is None:
             reason = next((why for name in own if (why := _by_name(name, p, last, outputs=head is None))), None)
         if reason is not None:
@@ -156,9 +173,9 @@ def _choices(
             continue
         used.update(fit := _fitting(split, own))
         parts = split[fit[0]] if fit else fused.get(p, 1)
-        rows_of(p.shape, parts)
+        rows_of(p.shape[-2:], parts)
         parts = parts if isinstance(parts, int) else tuple(parts)
-        choices.append(Choice(tuple(own), p, True, _in_words(parts), parts))
+        choices.append(Choice(tuple(own), p, True, _in_words(parts, p.dim() == 3), parts))
     for pattern in (*(head or ()), *split, *matrices):
         if pattern not in used:
             _refuse(pattern, pattern not in (head or ()), choices)
@@ -183,11 +200,16 @@ def _not_a_matrix(p: Tensor, names: Sequence[str]) -> str | None:
     """Why the shape of a parameter is none for Muon."""
     if p.dim() < 2:
         return "vector"
-    if p.dim() == 3 and any("expert" in name for name in names):
-        return "stack of experts"
-    if p.dim() > 2:
+    if p.dim() > 2 and not (p.dim() == 3 and any(map(_is_of_experts, names))):
         return f"{p.dim()} dimensions"
-    return "one row or column" if min(p.shape) < 2 else None
+    return "one row or column" if min(p.shape[-2:]) < 2 else None
+
+
+def _is_of_experts(name: str) -> bool:
+    """Whether a parameter of this name is of all experts of a layer, and not of one in a numbered list."""
+    words = name.split(".")
+    first = next((i for i, word in enumerate(words) if "expert" in word), len(words))
+    return first < len(words) and not any(word.isdigit() for word in words[first:])
 
 
 def _by_name(name: str, p: Tensor, last: Mapping[str, str], outputs: bool) -> str | None:
@@ -231,10 +253,11 @@ def _stem(name: str) -> str:
     return ".".join(words)
 
 
-def _in_words(parts: int | tuple[int, ...]) -> str:
-    if isinstance(parts, int):
-        return "matrix" if parts == 1 else f"{parts} matrices"
-    return f"matrices of {', '.join(map(str, parts))} rows"
+def _in_words(parts: int | tuple[int, ...], is_stack: bool) -> str:
+    if parts == 1:
+        return "stack of experts" if is_stack else "matrix"
+    words = f"{parts} matrices" if isinstance(parts, int) else f"matrices of {', '.join(map(str, parts))} rows"
+    return f"stack of experts, each {words}" if is_stack else words
 
 
 def _numberless(name: str) -> str:

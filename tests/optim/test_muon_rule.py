@@ -60,7 +60,7 @@ MODELS: dict[str, dict[str, tuple[tuple[int, ...], str]]] = {
         "layers.0.attention.wq.weight": (SQUARE, ""),
         "layers.0.feed_forward.w2.weight": (WIDE, ""),
         "layers.0.moe.router.gate.weight": (WIDE, "router"),
-        "layers.0.moe.experts.w1": ((4, 48, 16), "stack of experts"),
+        "layers.0.moe.experts.w1": ((4, 48, 16), ""),
         "layers.0.moe.shared_experts.w1.weight": (TALL, ""),
         "output.weight": (TALL, "output layer"),
     },
@@ -105,11 +105,15 @@ MODELS: dict[str, dict[str, tuple[tuple[int, ...], str]]] = {
     },
     "Qwen MoE": {
         "model.layers.0.mlp.shared_expert_gate.weight": ((1, 16), "one row or column"),
-        "model.layers.0.mlp.experts.gate_up_proj": ((4, 96, 16), "stack of experts"),
+        "model.layers.0.mlp.experts.gate_up_proj": ((4, 96, 16), ""),
     },
     "gpt-oss": {
         "model.layers.0.mlp.router.weight": (WIDE, "router"),
         "model.layers.0.mlp.experts.down_proj_bias": (WIDE, "table"),
+    },
+    "experts with convolutions": {
+        "experts.0.convolution.weight": ((4, 4, 3), "3 dimensions"),
+        "experts.scale": ((4, 1, 16), "one row or column"),
     },
     "Switch": {"decoder.block.0.layer.1.mlp.router.classifier.weight": (WIDE, "router")},
     "DBRX": {"transformer.blocks.0.ffn.router.layer.weight": (WIDE, "router")},
@@ -181,10 +185,24 @@ def test_matrices_go_to_muon_although_their_names_say_otherwise() -> None:
 
 
 def test_a_pattern_for_what_is_not_of_muon_is_refused_with_the_reason() -> None:
-    model = model_of({"experts.w1": (2, 4, 4), "layers.0.wq.weight": SQUARE})
-    words = r"no matrix of Muon has a name like '\*w1': experts.w1 of shape \(2, 4, 4\) is AdamW's \(stack of ex"
+    model = model_of({"conv.w1": (2, 4, 4), "layers.0.wq.weight": SQUARE})
+    words = r"no matrix of Muon has a name like '\*w1': conv.w1 of shape \(2, 4, 4\) is AdamW's \(3 dimensions"
     for options in ({"split": {"*w1": 2}}, {"matrices": ["*w1"]}):
         refuse(words, muon_groups, model, **options)
+
+
+def test_stacks_of_experts_go_to_adamw_if_they_are_to() -> None:
+    model = model_of({"experts.w1": (2, 4, 4), "experts.w2": (2, 4, 4), "wq.weight": SQUARE})
+    found = reasons(model, experts=False, matrices=["*w2"])
+    assert found == {"experts.w1": "experts=False", "experts.w2": "", "wq.weight": ""}
+
+
+def test_the_matrices_of_a_stack_may_have_parts() -> None:
+    *_, group = muon_groups(model_of({"experts.w13": (2, 8, 4)}), split={"*w13": 2})
+    assert group["parts"] == 2
+    refuse(
+        r"\(8, 4\) cannot be split into parts=3", muon_groups, model_of({"experts.w": (2, 8, 4)}), split={"*": 3}
+    )
 
 
 TABLE = """\
@@ -204,3 +222,15 @@ def test_the_table_names_every_parameter_once() -> None:
     model["output"].weight = model["embedding"].weight
     groups = muon_groups(model, split={"fused.weight": [2, 6]})
     assert isinstance(groups, MuonGroups) and groups.description() == TABLE
+
+
+@pytest.mark.parametrize(
+    ("rank", "show", "printed"), [(None, True, True), (0, True, True), (1, True, False), (0, False, False)]
+)
+def test_the_table_is_printed_on_rank_0(
+    rank: int | None, show: bool, printed: bool, monkeypatch: Any, capsys: Any
+) -> None:
+    started = {} if rank is None else {"RANK": str(rank), "WORLD_SIZE": "2"}
+    monkeypatch.setattr("os.environ", started)
+    groups = muon_groups(model_of({"wq.weight": SQUARE}), show=show)
+    assert capsys.readouterr().out == (f"{groups.description()}\n" if printed else "")

@@ -211,6 +211,7 @@ HERE = {
     "wire": "--steps 5 --densities 0.01",
     # over Gloo
     "ddp_step": "--ranks 2 --factors 1 --rounds 1 --warmup 3",
+    "muon_step": "--ranks 2 --width 16 --rounds 1",
     "outer_speed": "--launcher torchrun --steps 1 --every 2 --delay 0 --batch 1 --methods fp16 diloco",
     "step_cost": "--ranks 1 --over gloo --sizes mlp --rounds 1 --warmup 2",
     "train_step": "--ranks 2 --model lm --batch 1 --repeats 1 --methods fsdp-noop fsdp-bf16-rows 4-8@fsdp",

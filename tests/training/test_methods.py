@@ -97,7 +97,7 @@ def test_the_log_shows_once_which_parameters_are_of_muon(
 
 
 @pytest.mark.filterwarnings("ignore:PowerSGDCompressor loses")
-@pytest.mark.parametrize("name", ["muon", "fourbit", "powersgd", "ef21", "muloco", "local"])
+@pytest.mark.parametrize("name", ["muon", "owners", "fourbit", "powersgd", "ef21", "muloco", "local"])
 def test_muon_trains(name: str, tmp_path: Path) -> None:
     stack = ["configs/pysource/gpt.py", f"configs/muon/{name}.py"]
     settings = "dataset.characters=20000 task.context=16 task.steps_per_epoch=4 model.width=32 model.layers=1"
