@@ -117,6 +117,7 @@ COMPRESSORS: dict[str, Words] = {
     "terngrad": ("configs/contrib/terngrad.py",),
     "natural": ("configs/contrib/natural.py",),
     "blockwise": ("configs/quant/blockwise.py",),
+    "bf16-two-phases": ("configs/quant/bf16.py",),
     "int8": ("configs/quant/int8.py",),
     "int4": ("configs/quant/int4.py",),
     "int4-hadamard": ("configs/quant/int4.py", f"{COMPRESSION}.hadamard=True"),

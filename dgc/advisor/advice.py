@@ -12,6 +12,12 @@ from dgc.units import human_bytes, human_rate, human_time
 WORTHWHILE = 1.1  # times faster than the best uncompressed step: errors of the prediction are as large
 BANDWIDTHS = (1.25e6, 1.25e10)  # bytes per second: 10 Mbit/s to 100 Gbit/s
 AS_FAST = 1.02  # times as long as the shortest step: within the error of the prediction
+LABELS = {
+    "dense": "the fp32 all-reduce",
+    "fp16": "fp16 all-reduce",
+    "bf16": "bf16 all-gather",
+    "bf16-two-phases": "bf16 in two phases",
+}
 HIDDEN = 0.8  # share of the messages behind backward above which the network is no limit
 
 
@@ -189,7 +195,7 @@ def advise(rows: Sequence[Row], work: Work, alike: float = 1.0) -> Advice:
         return Advice(best.name, True, best.usage, reason)
     hidden = work.seconds + plain.exchange - plain.step
     limited = "" if kept == compressed else " within the limit of --loss"
-    label = {"dense": "the fp32 all-reduce", "fp16": "fp16 all-reduce", "bf16": "bf16 all-gather"}[plain.name]
+    label = LABELS[plain.name]
     if hidden >= HIDDEN * plain.exchange:
         reason = f"{label} hides behind backward ({human_time(hidden)} of {human_time(plain.exchange)})"
     elif best is plain:

@@ -93,14 +93,14 @@ class Method:
     note: str = ""
 
 
-HALVES = ("fp16", "bf16")
+HALVES = ("fp16", "bf16", "bf16-two-phases")
 UNCOMPRESSED = ("dense", *HALVES)  # what a method must be faster than
 FAMILIES = {"sgd": "sgd", "adam": "adam", "adamw": "adam", "muon": "muon"}  # of optimizers, by the name of one
 LIMITED = ("adam", "muon")  # families with which a method must be within the limit of --loss
 SIZES = "its updates differ in size from step to step, and Adam divides by that"
 ONE_SCALE = "one scale for a whole tensor replaces the second moments of its elements"
 GPT, SHORT, LSTM = "GPT, 1000 steps", "GPT, 300 steps", "LSTM, 1000 steps"
-TASKS, TWO_PHASES = "docs/language.md#methods-on-these-tasks", "docs/methods.md#two-phases-in-8-or-4-bits"
+TASKS, TWO_PHASES = "docs/language.md#methods-on-these-tasks", "docs/methods.md#two-phases"
 MUON = "docs/methods.md#muon"
 LOW_RANK = {
     "adam": (Loss(17.4, 0.6, f"rank 4, {GPT}", TASKS), Loss(6.5, 0.6, f"rank 4, {LSTM}", TASKS)),
@@ -136,6 +136,7 @@ METHODS = (
     Method("dense", ("DenseCompressor()",)),
     Method("fp16", ("FP16Compressor()",)),
     Method("bf16", ("BF16Compressor()",), note="gathered: each rank sends to all others"),
+    Method("bf16-two-phases", ("TwoPhaseCompressor(bits=16)",)),
     Method("dgc-fp32-int64", ("DGCCompressor(0.001)",), corrects_momentum=True),
     Method("dgc-fp16-packed", ('DGCCompressor(0.001, values="fp16", indices="packed")',), corrects_momentum=True),
     Method("dgc-sign-rice", ('DGCCompressor(0.001, values="sign", indices="rice")',), corrects_momentum=True),

@@ -1,4 +1,4 @@
-"""FSDP2 over all machines with quantized collectives: gradients in 8 or 4 bits, weights in 8.
+"""FSDP2 over all machines with quantized collectives: gradients in 16, 8 or 4 bits, weights in 8.
 
     for layer in model.layers:
         fully_shard(layer)
@@ -15,6 +15,8 @@ Q rounds to blocks of 8 or 4 bits (dgc.kernels.codes.blocks), and a block has el
 sharded parameter is not rounded: the optimizer and checkpoints see it alone. e is kept on every rank for all
 elements, in blocks of 8 bits. Forward and backward gather the same bits, because rounding has no state.
 
+Gradients of 16 bits are numbers of bfloat16, which are added in fp32. They have no error, unless it is asked for.
+
 Every row of gradients has a header that says whether its rank has NaN or inf. All ranks have the headers of all
 others when backward ends, and drop the step together, without a further message. e changes at the end of backward.
 With groups on several meshes, or with replicas, each mesh knows its own headers alone, and all ranks exchange a
@@ -25,7 +27,8 @@ is waited for where FSDP2 copies the result, so that prefetching has an effect. 
 the next one has been launched, and the last one at the end of backward, unless FSDP2 reads the result before.
 
 Payload of a group in bytes, for parameters whose shards, with padding, have m_p elements: N (24 + R) for gradients
-and 24 + R for weights, where R, rounded up to 8, is the sum over p of ceil(m_p / size) (2 + size bits / 8).
+and 24 + R for weights, where R, rounded up to 8, is the sum over p of ceil(m_p / size) (2 + size bits / 8), or of
+2 m_p with 16 bits.
 
 Sources: qgZ and qwZ of ZeRO++ (Wang et al. 2023, arXiv 2306.10209, section 3), and the 8-bit error of LoCo (Xie et
 al. 2024, arXiv 2407.04480, Algorithm 1).
@@ -39,6 +42,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -50,6 +54,7 @@ import dgc.kernels as kernels
 from dgc.comm.collectives import all_gather_object, all_reduce
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.torch_distributed import connect
+from dgc.core.arguments import WHOLE, require
 from dgc.core.bucket import local_part
 from dgc.core.envelope import Unchecked, blank, envelope, values_of
 from dgc.core.protocol import NonFiniteGradientError
@@ -162,18 +167,19 @@ class _ReduceScatter(_Collective):
                 "set_gradient_divide_factor call set_force_sum_reduction_for_comms(True)"
             )
         owner.begin()
-        backend = kernels.of(input_tensor)
+        coder, code = kernels.of_code(layout.code, input_tensor), layout.code.seeded(owner.noise(self.group))
         with owner.meter.timing("compress", self._what):
             if owner.scale.enabled:
                 owner.scale.divide_(input_tensor)
-            v = self.error(self.kept if self.changed is None else self.changed, owner.memory("v", input_tensor))
-            is_stored = owner.error == "float32"  # as it is
-            residual = torch.empty_like(v) if is_stored else owner.memory("residual", v) if owner.error else None
-            payload, room = blank(ranks, layout.row_bytes, v)
-            first_nonfinite = backend.blocks.add_encode_(
-                (input_tensor,), v, layout.rows, layout.code, room, residual
-            )
-            if residual is not None:
+            memory = owner.memory("v", input_tensor)
+            payload, room = blank(ranks, layout.row_bytes, memory)
+            if owner.error is None:
+                first_nonfinite = coder.encode_gradient_((input_tensor,), memory, layout.rows, code, room)
+            else:
+                v = self.error(self.kept if self.changed is None else self.changed, memory)
+                is_stored = owner.error == "float32"  # as it is
+                residual = torch.empty_like(v) if is_stored else owner.memory("residual", v)
+                first_nonfinite = coder.add_encode_((input_tensor,), v, layout.rows, code, room, residual)
                 self.changed = self.stored(residual)
             self._envelope.seal_rows_(payload, first_nonfinite)
         arrived, works = torch.empty_like(payload), list[dist.Work]()
@@ -189,7 +195,7 @@ class _ReduceScatter(_Collective):
             opened = self._envelope.open(arrived.unbind(), layout.row_bytes)
             owner.report(self, opened)
             total = torch.zeros(sum(layout.blocks) * layout.code.size, dtype=torch.float32, device=arrived.device)
-            backend.blocks.add_sum_(opened.contents, layout.code, total)
+            coder.add_sum_(opened.contents, code, total)
             if op == dist.ReduceOp.AVG:  # by a tensor: for a number, a GPU multiplies by its inverse
                 total.div_(torch.full((), ranks, dtype=torch.float32, device=total.device))
             owner.scale.multiply_(total)
@@ -349,14 +355,17 @@ class FSDPQuantizer:
 
     Args:
         model (Module): the model, on which `fully_shard` was called last.
-        gradients (int, optional): bits per element of gradients, 8 or 4. None: FSDP2's own reduce-scatter.
+        gradients (int, optional): bits per element of gradients, 16, 8 or 4. None: FSDP2's own reduce-scatter.
         weights (int, optional): bits per element of weights in forward and backward, 8. None: FSDP2's own
             all-gather.
         error (str, optional): how each rank keeps what it does not send of its gradients: "int8", about one byte
-            per element of the whole model, or "float32", four. None: it is lost.
+            per element of the whole model, or "float32", four. None: it is lost. "auto": "int8" with 8 and 4 bits,
+            and None with 16, whose error is far below the noise of gradients.
         block (int, optional): elements of gradients that share a scale: 64, 128, 256 or 512. None: 256 with 8
             bits, 128 with 4. Weights have blocks of 256.
         hadamard (bool): transform each 64 elements of gradients before they are rounded. Useful with 4 bits.
+        random (bool): round gradients stochastically. Only with 16 bits and without error.
+        seed (int): seed of the random numbers.
         nonfinite (str), grad_scaler: as for `dgc.ddp.compress`.
 
     Attributes:
@@ -375,25 +384,35 @@ class FSDPQuantizer:
         gradients: int | None = 8,
         weights: int | None = None,
         *,
-        error: str | None = "int8",
+        error: str | None = "auto",
         block: int | None = None,
         hadamard: bool = False,
+        random: bool = False,
+        seed: int = 0,
         nonfinite: str = "skip",
         grad_scaler: Any = None,
     ):
         check_nonfinite(nonfinite, grad_scaler)
-        block = (128 if gradients == 4 else 256) if block is None else block
         choices: dict[str, tuple[object, tuple[object, ...]]] = {
-            "gradients": (gradients, (8, 4, None)),
+            "gradients": (gradients, (16, 8, 4, None)),
             "weights": (weights, (8, None)),
-            "error": (error, ("int8", "float32", None)),
-            "block": (block, (64, 128, 256, 512)),
+            "error": (error, ("auto", "int8", "float32", None)),
+            "block": (block, (64, 128, 256, 512, None)),
             "hadamard": (hadamard, (True, False)),
+            "random": (random, (True, False)),
         }
         for name, (value, allowed) in choices.items():
             if not any(type(value) is type(choice) and value == choice for choice in allowed):
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {value!r}")
+        require("a whole number", WHOLE, seed=seed)
+        if gradients == 16 and (block is not None or hadamard):
+            raise ValueError("gradients of 16 bits have no blocks: leave out block and hadamard")
+        if error == "auto":
+            error = None if gradients == 16 else "int8"
+        if random and (gradients != 16 or error is not None):
+            raise ValueError("random=True is for gradients=16 without error")
         self.error, self.scale = error, LossScale(grad_scaler, ())
+        self._seed, self._random, self._passes = seed, random, 0
         self.meter = TrafficMeter(dense="FSDP2's own collectives")
         self._groups = parameter_groups(model, frozen=True)
         check_sharded(self._groups)
@@ -406,7 +425,8 @@ class FSDPQuantizer:
         is_first = not dist.get_rank(self._deciding)
         self._drops = DropPolicy(nonfinite, effect, grad_scaler=grad_scaler, warns=is_first)
         settings = {name: value for name, (value, _) in choices.items()}
-        self._check_settings({**settings, "nonfinite": nonfinite, "uses_grad_scaler": self.scale.enabled})
+        own = {"error": error, "seed": seed, "nonfinite": nonfinite, "uses_grad_scaler": self.scale.enabled}
+        self._check_settings({**settings, **own})
         self._sums: list[_ReduceScatter] = []
         undo = []
         for group in self._groups:
@@ -416,7 +436,7 @@ class FSDPQuantizer:
         for group in self._groups:
             reduce_scatter, all_gather, ranks = None, None, len(group.mesh.shards)
             if gradients is not None and group.parameters:
-                code = BlockCode(gradients, block, hadamard)
+                code = kernels.code_of(gradients, block, hadamard, random)
                 layout = _RowLayout(group.names, group.places, ranks, code, group.device)
                 reduce_scatter = _ReduceScatter(self, group, layout)
                 reduce_scatter.tag = TAG + len(self._sums)
@@ -459,7 +479,12 @@ class FSDPQuantizer:
             group.check_not_replaced("quantize")
         self._forget()  # what a pass that ended with an exception has left
         self._reports = [report for report in self._reports if isinstance(report.collective, _AllGather)]
+        self._passes += 1
         self._pass.begin(self._finish)
+
+    def noise(self, group: ParameterGroup) -> int:
+        """A seed for the gradients of this rank, group and backward pass."""
+        return crc32(f"{self._seed} {dist.get_rank()} {group.names[0]} {self._passes}".encode())
 
     def memory(self, what: str, like: Tensor) -> Tensor:
         """Return fp32 memory like `like`. On a CPU all groups use the same: new pages take as long as the work."""
@@ -557,7 +582,7 @@ class FSDPQuantizer:
 
     # --- checkpoints ------------------------------------------------------------------------------
 
-    def state_dict(self, of_each_rank: bool = True) -> dict[str, dict[str, DTensor]]:
+    def state_dict(self, of_each_rank: bool = True) -> dict[str, dict[str, Any]]:
         """Return the error, for torch.distributed.checkpoint. Collective.
 
         Args:
@@ -567,13 +592,16 @@ class FSDPQuantizer:
         Returns:
             "errors": The mean error over the ranks by parameter name, sharded as the parameter. "ranks": The
             error of each rank of the parameter's mesh, [ranks, ...], which is empty without `of_each_rank`.
+            "counts": With `random`, the number of backward passes, which random numbers depend on.
 
         Raises:
             RuntimeError: It is called between backward() and the optimizer's step().
         """
         check_not_running("state_dict()", self._pass.is_running)
         self._awaited_step.check("state_dict()")
-        errors, each = dict[str, DTensor](), dict[str, DTensor]()
+        errors, each, counts = dict[str, Tensor](), dict[str, Tensor](), dict[str, Tensor]()
+        if self._random:
+            counts["passes"] = torch.tensor(self._passes, dtype=torch.int64)
         for own in self._sums if self.error else ():
             group, row = own.group, own.group.mean_row(own.error(own.kept))
             for name, p, place, views in zip(
@@ -583,10 +611,10 @@ class FSDPQuantizer:
                 if of_each_rank:
                     stored, by_rank = torch.cat(views, 1).view(1, -1), [Shard(0)] * p.device_mesh.ndim
                     each[name] = DTensor.from_local(stored, p.device_mesh, by_rank, run_check=False)
-        return {"errors": errors, "ranks": each}
+        return {"errors": errors, "ranks": each, "counts": counts}
 
     @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Mapping[str, DTensor]]) -> None:
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Load what `state_dict` returned on this rank, or torch.distributed.checkpoint has loaded into it.
 
         Without the error of each rank, all ranks get the mean error. Collective.
@@ -626,14 +654,20 @@ class FSDPQuantizer:
             loaded.append((own, kept))
         for own, kept in loaded:
             own.kept = kept
+        if self._random:
+            self._passes = int(state["counts"]["passes"])
 
     def _check_state(self, state: Any) -> bool:
         """Raise ValueError for what this rank cannot load. Returns whether it has the error of each rank."""
-        if not isinstance(state, Mapping) or state.keys() != {"errors", "ranks"}:
+        if not isinstance(state, Mapping) or state.keys() != {"errors", "ranks", "counts"}:
             raise ValueError("the state is not what state_dict() of a FSDPQuantizer returned")
         errors, each = state["errors"], state["ranks"]
         check_mapping("errors of the state", errors)
         check_mapping("ranks of the state", each)
+        check_mapping("counts of the state", state["counts"])
+        if self._random:
+            passes = state["counts"].get("passes")
+            check_tensor("the number of backward passes", passes, (), torch.int64, least=0)
         names = {name for own in self._sums if self.error for name in own.group.names}
         for table in (errors, *([each] if each else [])):
             if missing := sorted(names - table.keys()):

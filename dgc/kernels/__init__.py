@@ -18,7 +18,10 @@ from dgc.kernels.codes.elements import ElementCoder as ElementCoder
 from dgc.kernels.codes.elements import Form as Form
 from dgc.kernels.codes.elements import Measured as Measured
 from dgc.kernels.codes.elements import Scale as Scale
-from dgc.kernels.codes.native import NativeBlocks, NativeElementCoder, NativeQuantizers
+from dgc.kernels.codes.halves import HalfCode as HalfCode
+from dgc.kernels.codes.halves import Halves as Halves
+from dgc.kernels.codes.halves import code_of as code_of
+from dgc.kernels.codes.native import NativeBlocks, NativeElementCoder, NativeHalves, NativeQuantizers
 from dgc.kernels.library import KernelsUnavailable as KernelsUnavailable
 from dgc.kernels.lowrank import LowRank as LowRank
 from dgc.kernels.lowrank.native import NativeLowRank
@@ -57,6 +60,7 @@ class Backend:
     quantize: Quantizers
     lowrank: LowRank
     blocks: Blocks
+    halves: Halves
     decoder: MeanDecoder | None = None
     coder: ElementCoder | None = None
 
@@ -82,6 +86,12 @@ def of(tensor: Tensor) -> Backend:
     return _backend(_asked, tensor.device)
 
 
+def of_code(code: BlockCode, tensor: Tensor) -> Blocks:
+    """Return the kernels of a code in rows, for the tensor's device."""
+    backend = of(tensor)
+    return backend.halves if isinstance(code, HalfCode) else backend.blocks
+
+
 def describe(device: torch.device) -> str:
     """Return a text for logs that names the device's backend."""
     return str(_backend(_asked, device).selection)
@@ -98,7 +108,13 @@ def _backend(asked: str, device: torch.device) -> Backend:
             raise KernelsUnavailable(f"the native kernels run on a CPU, not on {kind}")
         if name == "native":
             native = NativeSelection()
-            families = NativeCodec(), NativeQuantizers(), NativeLowRank(native), NativeBlocks()
+            families = (
+                NativeCodec(),
+                NativeQuantizers(),
+                NativeLowRank(native),
+                NativeBlocks(native),
+                NativeHalves(),
+            )
             return Backend(native, *families, NativeMeanDecoder(), NativeElementCoder())
         if name == "triton":
             return _triton(kind)
@@ -110,7 +126,7 @@ def _backend(asked: str, device: torch.device) -> Backend:
         if started is None or os.environ.get(started.launcher.local_rank, "0") == "0":
             warn(f"{missing}. Plain PyTorch is used instead, which is slower")
     plain = SelectionKernels()
-    return Backend(plain, Codec(), Quantizers(), LowRank(plain), Blocks(plain))
+    return Backend(plain, Codec(), Quantizers(), LowRank(plain), Blocks(plain), Halves(plain))
 
 
 def _triton(device: str) -> Backend:
@@ -120,11 +136,13 @@ def _triton(device: str) -> Backend:
         from dgc.kernels.codes.triton import TritonQuantizers
         from dgc.kernels.codes.triton_blocks import TritonBlocks
         from dgc.kernels.codes.triton_elements import TritonElementCoder
+        from dgc.kernels.codes.triton_halves import TritonHalves
         from dgc.kernels.lowrank.triton import TritonLowRank
         from dgc.kernels.payload.triton import TritonCodec, TritonMeanDecoder
         from dgc.kernels.selection.triton import TritonSelection
     except ImportError as error:
         raise KernelsUnavailable(f"triton cannot be imported ({error}); install it: pip install triton") from error
     triton = TritonSelection()
-    families = TritonCodec(), TritonQuantizers(), TritonLowRank(triton), TritonBlocks(selection=triton)
-    return Backend(triton, *families, TritonMeanDecoder(), TritonElementCoder())
+    families = TritonCodec(), TritonQuantizers(), TritonLowRank(triton)
+    rows = TritonBlocks(selection=triton), TritonHalves(triton)
+    return Backend(triton, *families, *rows, TritonMeanDecoder(), TritonElementCoder())

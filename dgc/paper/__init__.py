@@ -9,5 +9,6 @@ from dgc.paper.powersgd import PowerSGD as PowerSGD
 from dgc.paper.sgp import osgp as osgp
 from dgc.paper.sgp import sgp as sgp
 from dgc.paper.threshold import Threshold as Threshold
+from dgc.paper.two_phase import SixteenBits as SixteenBits
 from dgc.paper.two_phase import TwoPhase as TwoPhase
 from dgc.paper.zero_one_adam import zero_one_adam as zero_one_adam

@@ -19,7 +19,8 @@ Payload of a bucket in bytes: (N + 1) ceil(b / N) (B + 2) for b blocks, and 8. W
 well; dgc.compression.TwoPhaseCompressor puts two into a byte, and gives the same bits.
 
 Differences from the papers: ZeRO++ and LoCo have the first phase only, and LoCo keeps a moving average of e in 8
-bits. What is not finite: see feedback.py.
+bits. What is not finite: see feedback.py. `SixteenBits` is not from a paper: Q rounds to bfloat16, the chunks are
+N parts of ceil(n / N) elements, and there is no error feedback.
 """
 
 import torch
@@ -93,3 +94,20 @@ class TwoPhase(ErrorFeedback):
         counts = [-(-s.numel // self.block) for s in bucket.segments]
         parts = blocks[: sum(counts)].split(counts)
         return torch.cat([part.view(-1)[: s.numel] for part, s in zip(parts, bucket.segments, strict=True)])
+
+
+class SixteenBits(ErrorFeedback):
+    def init(self, bucket: Bucket, size: int, rank: int) -> State:
+        return State(size, rank)
+
+    def reduce(self, bucket: Bucket, state: State) -> Conversation[Reduced]:
+        (g, bad), N = gradient_of(bucket), state.size
+        halves = torch.nn.functional.pad(g, (0, -len(g) % N)).bfloat16().view(torch.int16)
+        parts, flags = yield AllToAll(halves, (len(halves) // N,) * N), AllGather(bad)
+        z = torch.zeros(len(halves) // N, dtype=torch.float32, device=g.device)
+        for part in parts:
+            z += part.view(torch.bfloat16)
+        (sums,) = yield (AllGather(z.bfloat16().view(torch.int16)),)
+        mean = torch.cat(list(sums)).view(torch.bfloat16).float()[: len(g)] / N
+        new = state.next()
+        return Reduced(result_of(bucket, mean, flags), new, dropped=new)

@@ -78,10 +78,11 @@ def test_gradients_in_fp16_are_refused(transport: Transport) -> None:
     ("options", "words"),
     [
         ({"hadamard": 1}, "hadamard must be one of True, False, not 1"),
-        ({"gradients": True}, "gradients must be one of 8, 4, None, not True"),
+        ({"gradients": True}, "gradients must be one of 16, 8, 4, None, not True"),
         ({"weights": 8.0}, "weights must be one of 8, None, not 8.0"),
-        ({"block": torch.tensor(128)}, "block must be one of 64, 128, 256, 512, not tensor"),
-        ({"error": b"int8"}, "error must be one of 'int8', 'float32', None, not b'int8'"),
+        ({"block": torch.tensor(128)}, "block must be one of 64, 128, 256, 512, None, not tensor"),
+        ({"seed": 0.5}, "seed must be a whole number, not 0.5"),
+        ({"error": b"int8"}, "error must be one of 'auto', 'int8', 'float32', None, not b'int8'"),
     ],
 )
 def test_an_argument_of_another_type_is_refused(transport: Transport, options: Any, words: str) -> None:
@@ -127,7 +128,15 @@ def test_a_damaged_state_is_refused_before_anything_changes(transport: Transport
                 number += 1
         empty: dict[str, Any] = {}
         other: Any
-        for other in (None, 3, "state", empty, {"errors": {}}, {"errors": {}, "ranks": {}}, {**state, "more": {}}):
+        for other in (
+            None,
+            3,
+            "state",
+            empty,
+            {"errors": {}},
+            {"errors": {}, "ranks": {}, "counts": {}},
+            {**state, "more": {}},
+        ):
             refuse("state", quantizer.load_state_dict, other)
     assert number == 48
     quantizer.load_state_dict(quantizer.state_dict())

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from dgc.kernels.codes.blocks import SIZES, BlockCode, Blocks
+from dgc.kernels.codes.halves import HalfCode, Halves
 from dgc.kernels.selection import TOO_LARGE, Budget, PassInputs, SelectionKernels, TopKResult
 
 REFERENCE = SelectionKernels()
 CUTS = ((0, 0), (0, 1), (0, 0, 64, 64, 300, 777, 1000), (0, 5, 130, 40_000, 40_001, 70_001))
 CODES = [BlockCode(bits, size, rotate) for bits, size, rotate in product((8, 4), SIZES, (False, True))]
+HALF_CODES = [HalfCode(), HalfCode(random=True, seed=2**32 - 1)]
 HALVES = (torch.float16, torch.bfloat16)
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -120,6 +122,10 @@ def numbers(n: int, seed: int) -> Any:
     return v
 
 
+def plain_of(code: BlockCode) -> Blocks:
+    return Halves() if isinstance(code, HalfCode) else Blocks()
+
+
 def encoded(blocks: Any, v: Any, bounds: Any, code: Any, rows: int, *keep: bool) -> Any:
     """In rows that are parts of longer ones."""
     nbytes = code.row_bytes(-(-code.blocks(bounds) // rows))
@@ -132,7 +138,7 @@ def encoded(blocks: Any, v: Any, bounds: Any, code: Any, rows: int, *keep: bool)
 
 def check_blocks(blocks: Any, v: Tensor, bounds: Tensor, code: BlockCode, rows: int) -> list[Tensor]:
     """All operations have the reference's bits. Returns the rows of v."""
-    plain, before, lengths = Blocks(), v.clone(), bounds.diff().tolist()
+    plain, before, lengths = plain_of(code), v.clone(), bounds.diff().tolist()
     coded, rest = encoded(plain, v, bounds, code, rows)
     (ours, kept), (alone, nothing) = (encoded(blocks, v, bounds, code, rows, keep) for keep in (True, False))
     assert same(ours, coded) and same(kept, rest) and same(alone, coded) and not nothing.numel()
@@ -151,7 +157,7 @@ def check_blocks(blocks: Any, v: Tensor, bounds: Tensor, code: BlockCode, rows: 
 
 def check_one_pass(blocks: Any, v: Tensor, bounds: Tensor, code: BlockCode, coded: list[Tensor]) -> None:
     """Adding a gradient and answering codes have the bits of the operations one after the other."""
-    plain, n, device = Blocks(), v.numel(), str(v.device)
+    plain, n, device = plain_of(code), v.numel(), str(v.device)
     g = random(n, 6, device)
     for i, bad in ((997, float("nan")), (700, -TOO_LARGE), (777, float("inf"))):
         g[i : i + 1] = bad
@@ -162,10 +168,21 @@ def check_one_pass(blocks: Any, v: Tensor, bounds: Tensor, code: BlockCode, code
         first = blocks.add_encode_(pieces, added, bounds, code, room, kept)
         assert int(first) == min(n, 700) and same(room, right) and same(added, both)
         assert kept is None or same(kept, rest)
+        alone, room = torch.zeros_like(right), torch.zeros_like(right)
+        usable, first = (
+            torch.where(g.abs() < TOO_LARGE, g, 0.0),
+            blocks.encode_gradient_(pieces, added, bounds, code, room),
+        )
+        plain.encode_into_(usable, bounds, code, alone, None)
+        assert int(first) == min(n, 700) and same(room, alone)
     chunk_errors = random(coded[0].numel() // code.row_bytes(1) * code.size, 8, device)
     chunk, real = torch.tensor([0, chunk_errors.numel()], device=device), torch.where(chunk_errors > -1, 1.0, 0.0)
-    for bits, given, mask in ((8, chunk_errors, real), (4, None, None)):
-        second_code, total = BlockCode(bits, code.size, code.rotate), torch.zeros_like(chunk_errors)
+    codes = [BlockCode(bits, code.size, code.rotate) for bits in (8, 4)]
+    masks: list[Tensor | None] = [real, None]
+    if isinstance(code, HalfCode):
+        codes, masks = [code.seeded(5)] * 2, [None, None]
+    for second_code, given, mask in zip(codes, (chunk_errors, None), masks, strict=True):
+        total = torch.zeros_like(chunk_errors)
         if given is not None:
             total.copy_(given)
         plain.add_sum_(coded, code, total)

@@ -21,9 +21,11 @@ from triton.compiler import ASTSource
 
 from dgc.kernels.codes.blocks import BlockCode
 from dgc.kernels.codes.elements import ElementCode, Form, Scale
+from dgc.kernels.codes.halves import HalfCode
 from dgc.kernels.codes.triton import TritonQuantizers
 from dgc.kernels.codes.triton_blocks import TritonBlocks
 from dgc.kernels.codes.triton_elements import TritonElementCoder
+from dgc.kernels.codes.triton_halves import TritonHalves
 from dgc.kernels.launch import WARPS, Launcher
 from dgc.kernels.lowrank import Batch, Cast, SentUpdate
 from dgc.kernels.lowrank.triton import TritonLowRank
@@ -204,6 +206,14 @@ def every_block(blocks: Any) -> None:
         blocks.decode(rows[:1].unbind(), bounds, code, 2, (v,))
 
 
+def every_half(halves: Any) -> None:
+    v, bounds, rows = torch.zeros(6000), torch.tensor([0, 6000]), torch.zeros(2, 12000, dtype=torch.uint8)
+    for keep, random in product((False, True), (False, True)):
+        halves.encode_(v, bounds, HalfCode(random=random), rows[:1], keep)
+    halves.add_sum_(rows.unbind(), HalfCode(), v)
+    halves.decode(rows[:1].unbind(), bounds, HalfCode(), 2, (v,))
+
+
 def every_product(products: Any, dtypes: Any, lengths: Any) -> None:
     shapes = [Batch((0, 1), 0, 2, 70, 90, 2, 2 * 70 * 90), Batch((2,), 12600, 1, 65, 9, 2, 585)]
     v = torch.zeros(12600 + 585 + 30)
@@ -232,6 +242,7 @@ def everything(dtypes: Any, lengths: Any = (50, 20000)) -> None:
     every_payload(TritonCodec(), TritonMeanDecoder())
     every_code(TritonElementCoder(), dtypes)
     every_block(TritonBlocks())
+    every_half(TritonHalves())
     every_product(TritonLowRank(kernels), dtypes, lengths)
 
 

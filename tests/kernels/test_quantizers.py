@@ -7,13 +7,24 @@ from typing import Any
 import pytest
 import torch
 from cases import case
-from kernels.comparison import CODES, CUTS, check_blocks, check_one_pass, encoded, numbers, random, same
+from kernels.comparison import (
+    CODES,
+    CUTS,
+    HALF_CODES,
+    check_blocks,
+    check_one_pass,
+    encoded,
+    numbers,
+    random,
+    same,
+)
 from kernels.quantizing import REFERENCE, assert_same_codes, check_sums, coded, means, operations
 
 from dgc import kernels
 from dgc.kernels.codes import Quantizers, layout_of, random_bits
 from dgc.kernels.codes.blocks import GROUP, Blocks, rotated
-from dgc.kernels.codes.native import NativeBlocks, NativeQuantizers
+from dgc.kernels.codes.halves import HalfCode, Halves
+from dgc.kernels.codes.native import NativeBlocks, NativeHalves, NativeQuantizers
 
 SIZES = (0, 1, 7, 8, 15, 16, 17, 31, 33, 100, 4097, 70_001)
 LARGEST = torch.finfo(torch.float32).max
@@ -317,6 +328,45 @@ def test_tiers_of_blocks_agree(blocks: Any) -> None:
             with case(cuts, code, rows):
                 coded = check_blocks(blocks, v, torch.tensor(cuts), code, rows)
         check_one_pass(blocks, v, torch.tensor(cuts), code, coded)
+
+
+@pytest.fixture
+def halves(kernels: Any) -> Any:
+    return Halves() if kernels.name == "reference" else NativeHalves()
+
+
+@pytest.mark.usefixtures("no_type_checks")
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("code", HALF_CODES, ids=["nearest", "random"])
+def test_tiers_of_halves_agree(halves: Any, code: Any, rows: int) -> None:
+    for cuts in CUTS:
+        for v in random(cuts[-1], 1), numbers(cuts[-1], 2):
+            with case(cuts):
+                coded = check_blocks(halves, v, torch.tensor(cuts), code, rows)
+        check_one_pass(halves, v, torch.tensor(cuts), code, coded)
+
+
+def test_halves_are_bfloat16_to_nearest() -> None:
+    v = torch.cat([numbers(5000, 2), torch.tensor([1 + 2.0**-8, 1 + 3 * 2.0**-8, -1 - 2.0**-8])])  # three ties
+    coded, rest = encoded(Halves(), v, torch.tensor([0, 5003]), HalfCode(), 1)
+    assert same(coded[0].clone().view(torch.bfloat16), v.bfloat16()) and same(rest, v - v.bfloat16().float())
+
+
+def test_random_halves_are_one_of_two_neighbours_and_right_on_average() -> None:
+    v, n = torch.full((40_000,), 1 + 2.0**-7 * 0.3), 40_000
+    coded, _ = encoded(Halves(), v, torch.tensor([0, n]), HalfCode(random=True, seed=3), 1)
+    values = coded[0].clone().view(torch.bfloat16).float()
+    assert set(values.tolist()) == {1.0, 1 + 2.0**-7}
+    share = float((values > 1).float().mean())
+    assert abs(share - 0.3) < 5 * (0.3 * 0.7 / n) ** 0.5
+
+
+def test_random_halves_depend_on_their_seed() -> None:
+    v, bounds = random(1000, 1), torch.tensor([0, 1000])
+    one, same_again, other = (
+        encoded(Halves(), v, bounds, HalfCode(random=True).seeded(seed), 1)[0] for seed in (7, 7, 8)
+    )
+    assert same(one, same_again) and not same(one, other)
 
 
 def block_that_cannot_be_sent(blocks: Any, code: Any) -> tuple[Any, Any, Any, Any]:

@@ -449,7 +449,7 @@ accumulate choose tally write take hide_tails mark_heads sum_runs subtract_at de
 moments_of_tiles moments_of_ranges tail_of_tiles tail_of_ranges sign_encode sign_add tern_encode tern_add
 uniform_encode uniform_add largest mean_of_fields pack largest_of write_plain seal open_headers check merge
 measure encode mean_of_payloads measure_packed measure_rice place_rice write_coded unpack unpack_chunks refresh
-gather expand orthonormalize encode_blocks add_blocks decode_blocks
+gather expand orthonormalize encode_blocks add_blocks decode_blocks encode_halves add_halves decode_halves
 """
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases import case
 from kernels import comparison
-from kernels.comparison import CODES, CUTS, check_blocks, check_one_pass, numbers, random, same
+from kernels.comparison import CODES, CUTS, HALF_CODES, check_blocks, check_one_pass, numbers, random, same
 from kernels.interpreter import DEVICE, ORDERS
 from kernels.interpreter import interpreter as interpreter
 from kernels.steps import METHODS, NUMEL, Steps, gradients_of
@@ -19,6 +19,7 @@ from dgc import compression, kernels
 from dgc.core.envelope import PayloadError
 from dgc.kernels.codes.triton_blocks import TritonBlocks
 from dgc.kernels.codes.triton_elements import TritonElementCoder, sums_on
+from dgc.kernels.codes.triton_halves import TritonHalves
 from dgc.kernels.payload import Codec, Terms
 from dgc.kernels.payload.triton import TritonCodec
 
@@ -126,6 +127,17 @@ def test_blocks_agree_bit_for_bit_whatever_the_order_of_programs(monkeypatch: py
             with case(cuts, code, rows, order):
                 coded = check_blocks(blocks, v.to(DEVICE), bounds, code, rows)
         check_one_pass(blocks, v.to(DEVICE), bounds, code, coded)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("code", HALF_CODES, ids=["nearest", "random"])
+def test_halves_agree_bit_for_bit(code: Any, rows: int) -> None:
+    for cuts in CUTS:
+        halves, bounds = TritonHalves(), torch.tensor(cuts, device=DEVICE)
+        for v in random(cuts[-1], 1), numbers(cuts[-1], 2):
+            with case(cuts):
+                coded = check_blocks(halves, v.to(DEVICE), bounds, code, rows)
+        check_one_pass(halves, v.to(DEVICE), bounds, code, coded)
 
 
 def test_rows_are_sealed_alike_whatever_the_order_of_programs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -237,6 +237,18 @@ def two_phases(name: str, bits: int, block: int, **settings: Any) -> Row:
     return Row(name, partial(methods.TwoPhaseCompressor, bits, block, **settings), payload, by_size=True)
 
 
+def sixteen_bits(name: str, **settings: Any) -> Row:
+    """Half of fp32: two bytes per element to each of the ranks that reduce them, and two of the sums."""
+    make = partial(methods.TwoPhaseCompressor, 16, **settings)
+
+    def payload(bucket: Bucket, size: int, *_: int) -> int:
+        return (size + 1) * sealed_bytes(2 * -(-bucket.numel // size))
+
+    if settings.get("error_feedback"):
+        return Row(name, make, payload, by_size=True)
+    return rounded(name, make, payload, 2 * BRAIN if settings else BRAIN)
+
+
 def half_bytes(itemsize: int, bucket: Bucket, *_: int) -> int:
     return itemsize * sum(-(-s.numel // 2) for s in bucket.segments) + 24
 
@@ -331,6 +343,9 @@ QUANTIZED = [
     two_phases("int8", 8, 64),
     two_phases("int4", 4, 128),
     two_phases("int4-hadamard", 4, 64, hadamard=True),
+    sixteen_bits("bf16-two-phases"),
+    sixteen_bits("bf16-two-phases-random", random=True),
+    sixteen_bits("bf16-two-phases-feedback", error_feedback=True),
     biased("signsgd", methods.SignSGDCompressor),
     biased("signum", partial(methods.SignSGDCompressor, 0.5)),
     unbiased("qsgd", methods.QSGDCompressor),

@@ -37,7 +37,8 @@ def heavy_tailed(shape: Any, generator: Any) -> Any:
 
 def errors(fleet: Any) -> Any:
     """The sum of what each rank has not sent, without the signs of zeros."""
-    return [torch.stack(list(compressor.errors())).sum(0) + 0.0 for compressor in fleet.states]
+    each = [list(compressor.errors()) for compressor in fleet.states]
+    return [torch.stack(own).sum(0) + 0.0 for own in each if own]
 
 
 def same_bits(ours: Any, theirs: Any) -> Any:
@@ -172,6 +173,11 @@ def test_two_phases() -> None:
     for size, bits, block in product(SIZES, (8, 4), (64, 256)):
         makes = partial(TwoPhaseCompressor, bits, block), partial(paper.TwoPhase, bits, block)
         run(*makes, size, SHAPES, next(draws))
+
+
+def test_two_phases_of_16_bits() -> None:
+    for size in SIZES:
+        run(partial(TwoPhaseCompressor, 16), paper.SixteenBits, size, SHAPES, normal)
 
 
 def test_the_codes_are_mxnets() -> None:

@@ -61,7 +61,7 @@ def test_what_is_sent_plus_the_error_is_the_gradient(transport: Any, name: str) 
     """Up to rounding, relative to the largest element."""
     expected = sum_of_gradients(build(sharded.of_all(), name), transport.rank, name == "no sync")
     rounding = 2e-2 if name == "bf16 reduce" else 2e-6
-    rows: list[Any] = [(8, "float32", rounding), (4, "int8", max(rounding, 5e-3))]
+    rows: list[Any] = [(8, "float32", rounding), (4, "int8", max(rounding, 5e-3)), (16, "float32", rounding)]
     for bits, error, bound in [*rows, (None, None, 0.0)] if name == "plain" else rows:
         model = build(sharded.of_all(), name)
         quantizer = quantize(model, bits, error=error, hadamard=bits == 4)
@@ -179,16 +179,19 @@ def test_fp16_weights_that_round_beyond_its_largest_number_stay_finite(transport
 
 @on_ranks
 def test_the_meter_counts_the_bytes_of_the_formula(transport: Any) -> None:
-    for bits, block, weights in ((8, 256, None), (4, 128, 8), (4, 64, None)):
+    for bits, block, weights in ((8, 256, None), (4, 128, 8), (4, 64, None), (16, None, 8)):
         model = build(sharded.of_all())
         quantizer = quantize(model, bits, weights, block=block)
         loss_of(model, batches(1, 0)[0]).backward()
         formula = 0
         for g, modules in enumerate(([model[0]], [model[2], model[3]], [model[4], model[5]])):
             shards = [-(-p.shape[0] // transport.size) * p[0].numel() for m in modules for p in m.parameters()]
-            sends = [(transport.size, bits, block), *([(1 if g == 2 else 2, 8, 256)] if weights else [])]
+            sends: list[Any] = [
+                (transport.size, bits, block),
+                *([(1 if g == 2 else 2, 8, 256)] if weights else []),
+            ]
             for n, b, s in sends:
-                row = sum(-(-m // s) * (2 + s * b // 8) for m in shards)
+                row = 2 * sum(shards) if s is None else sum(-(-m // s) * (2 + s * b // 8) for m in shards)
                 formula += n * (24 + -(-row // 8) * 8)
         assert quantizer.meter.payload_bytes == formula, (bits, block, weights)
         quantizer.close()
@@ -286,6 +289,58 @@ def test_a_loaded_run_continues_bit_for_bit_also_on_fewer_ranks(
         quantizer.close()
 
 
+@on_ranks
+def test_gradients_of_16_bits_are_the_mean_of_bfloat16_in_fp32(transport: Any) -> None:
+    """In the order of ranks. The rest of the result is zero: nothing else is rounded."""
+    model, batch = build(sharded.of_all()), batches(1, transport.rank)[0]
+    alone = network()
+    loss_of(alone, batch).backward()
+    expected = []
+    for p in alone.parameters():
+        if p.grad is not None:
+            parts = [torch.empty_like(p.grad) for _ in range(transport.size)]
+            dist.all_gather(parts, p.grad.bfloat16().float())
+            expected.append(torch.stack(parts).sum(0) / transport.size)
+    quantizer = quantize(model, 16)
+    loss_of(model, batch).backward()
+    found = [p.grad.full_tensor() for p in model.parameters() if p.grad is not None]
+    for own, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(own, right, rtol=2e-6, atol=2e-6 * float(right.abs().max()))
+    assert quantizer.state_dict() == {"errors": {}, "ranks": {}, "counts": {}}
+    quantizer.close()
+
+
+@on_ranks
+def test_random_gradients_continue_bit_for_bit(transport: Any, tmp_path: Path) -> None:
+    inputs = batches(4, transport.rank)
+
+    def start() -> tuple[Any, Any, Any]:
+        model = build(sharded.of_all())
+        return model, sgd(model, 0.05), quantize(model, 16, random=True, seed=3)
+
+    ends = []
+    for resumes in (False, True):
+        model, optimizer, quantizer = start()
+        train(model, optimizer, inputs[:2])
+        if resumes:
+            saved = {"model": model.state_dict(), "gradients": quantizer.state_dict()}
+            checkpoint.save(saved, checkpoint_id=tmp_path)
+            quantizer.close()
+            model, optimizer, quantizer = start()
+            loaded: Any = {"model": model.state_dict(), "gradients": quantizer.state_dict()}
+            checkpoint.load(loaded, checkpoint_id=tmp_path)
+            model.load_state_dict(loaded["model"])
+            quantizer.load_state_dict(loaded["gradients"])
+        train(model, optimizer, inputs[2:])
+        ends.append(digest([whole(model)]))
+        quantizer.close()
+    model, optimizer = build(sharded.of_all()), None
+    quantizer = quantize(model, 16)
+    train(model, sgd(model, 0.05), inputs)
+    quantizer.close()
+    assert ends[0] == ends[1] != digest([whole(model)])
+
+
 @pytest.mark.parametrize("error", ["int8", "float32"])
 @on_ranks
 def test_training_changes_no_state_that_was_saved_or_loaded(transport: Any, error: str) -> None:
@@ -317,10 +372,13 @@ def test_training_changes_no_state_that_was_saved_or_loaded(transport: Any, erro
 def test_what_cannot_work_is_refused_with_one_error_on_every_rank(transport: Any) -> None:
     model, last = build(sharded.of_all()), transport.size - 1
     start = partial(quantize, model)
-    refused("gradients must be one of 8, 4, None, not 3", partial(start, 3))
+    refused("gradients must be one of 16, 8, 4, None, not 3", partial(start, 3))
     refused("weights must be one of 8, None, not 4", partial(start, weights=4))
-    refused("error must be one of 'int8', 'float32', None, not 'bf16'", partial(start, error="bf16"))
-    refused("block must be one of 64, 128, 256, 512, not 100", partial(start, block=100))
+    refused("error must be one of 'auto', 'int8', 'float32', None, not 'bf16'", partial(start, error="bf16"))
+    refused("block must be one of 64, 128, 256, 512, None, not 100", partial(start, block=100))
+    refused("gradients of 16 bits have no blocks", partial(start, 16, hadamard=True))
+    refused("random=True is for gradients=16 without error", partial(start, 8, random=True))
+    refused("random=True is for gradients=16 without error", partial(start, 16, error="int8", random=True))
     different = f"gradients is 8 on rank 0 and 4 on rank {last}: every rank needs the same settings"
     refused(different, partial(start, 4 if transport.rank == last else 8))
     refused("trainable parameters are not sharded", partial(quantize, network()))

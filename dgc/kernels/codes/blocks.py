@@ -45,6 +45,10 @@ class BlockCode:
     def levels(self) -> int:
         return int(2 ** (self.bits - 1) - 1)
 
+    def seeded(self, seed: int) -> "BlockCode":
+        """Return the code whose random numbers have this seed: this one, if it has none."""
+        return self
+
     @property
     def code_bytes(self) -> int:
         """Bytes of the codes of a block."""
@@ -115,10 +119,18 @@ class Blocks:
         self.encode_into_(v, bounds, code, rows, kept)
         return first_nonfinite
 
+    def encode_gradient_(
+        self, g: Sequence[Tensor], room: Dense, bounds: Bounds, code: BlockCode, rows: Rows
+    ) -> Int64[Tensor, ""]:
+        """As `add_encode_` to zeros, with nothing kept. room: Memory for n elements, which it may overwrite."""
+        first_nonfinite = self.selection.assign_(tuple(g), room)
+        self.encode_into_(room, bounds, code, rows, None)
+        return first_nonfinite
+
     def add_sum_(self, rows: Sequence[Row], code: BlockCode, total: Padded) -> None:
         """Add to `total` the values of all rows, which are of the same blocks, in their order."""
         for row in rows:
-            total += _values(row, code)
+            total += self.values(row, code)
 
     def second_phase_(
         self,
@@ -153,10 +165,22 @@ class Blocks:
         out: one piece, or one for each segment. Values are finite if there is no transform.
         """
         n = sum(map(Tensor.numel, out))
-        padded = torch.cat([_values(row, code) for row in rows])[code.places(bounds, n)]
+        padded = torch.cat([self.values(row, code) for row in rows])[code.places(bounds, n)]
         # by a tensor: for a number, a GPU multiplies by its inverse
         padded.div_(torch.full((), size, dtype=torch.float32, device=padded.device))
         torch._foreach_copy_(list(out), list(padded.split(list(map(Tensor.numel, out)))))
+
+    def values(self, row: Row, code: BlockCode) -> Padded:
+        """Return the values of the blocks of a row."""
+        blocks = row.numel() // code.row_bytes(1)
+        scales = row[: 2 * blocks].clone().view(torch.int16).int() << 16
+        _, steps = level_factors(scales.view(torch.float32), code.levels, code.bits)
+        fields = row[2 * blocks :].view(blocks, code.code_bytes)
+        if code.bits == 4:
+            fields = torch.stack([fields & 15, fields >> 4], 2).view(blocks, code.size)
+        magnitudes = steps[:, None] * (fields & code.levels).float()
+        values = torch.where(fields > code.levels, -magnitudes, magnitudes)
+        return (rotated(values) if code.rotate else values).view(-1)
 
 
 def rotated(x: Float32[Tensor, "*n"]) -> Float32[Tensor, "*n"]:
@@ -167,15 +191,3 @@ def rotated(x: Float32[Tensor, "*n"]) -> Float32[Tensor, "*n"]:
         groups = torch.stack([low + high, low - high], 2)
         h *= 2
     return (groups * GROUP**-0.5).view(x.shape)
-
-
-def _values(row: Row, code: BlockCode) -> Padded:
-    blocks = row.numel() // code.row_bytes(1)
-    scales = row[: 2 * blocks].clone().view(torch.int16).int() << 16
-    _, steps = level_factors(scales.view(torch.float32), code.levels, code.bits)
-    fields = row[2 * blocks :].view(blocks, code.code_bytes)
-    if code.bits == 4:
-        fields = torch.stack([fields & 15, fields >> 4], 2).view(blocks, code.size)
-    magnitudes = steps[:, None] * (fields & code.levels).float()
-    values = torch.where(fields > code.levels, -magnitudes, magnitudes)
-    return (rotated(values) if code.rotate else values).view(-1)

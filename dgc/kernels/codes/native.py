@@ -26,6 +26,7 @@ from dgc.kernels.codes import (
 )
 from dgc.kernels.codes.blocks import BlockCode, Blocks, Padded, Row, Rows
 from dgc.kernels.codes.elements import ElementCode, ElementCoder, Form, Measured, Scale
+from dgc.kernels.codes.halves import HalfCode, Halves
 from dgc.kernels.library import (
     EACH_F32,
     EACH_U8,
@@ -43,12 +44,14 @@ from dgc.kernels.library import (
 )
 from dgc.kernels.payload import CASTS, HEADER_BYTES, Terms
 from dgc.kernels.payload.native import NativeCodec
-from dgc.kernels.selection.native import pieces_of
+from dgc.kernels.selection.native import NativeSelection, pieces_of
 
 _RANGES = (I64, I64, c_int64)
 _RANDOM = (c_int, c_uint32, c_uint32)
 _MADE = (U8, F32, c_int)
 _RANKS = (EACH_U8, c_int)
+_ROWS = (c_int64, U8, c_int64)
+_PIECES = (EACH_F32, c_void_p, c_int)
 
 SIGNATURES: Signatures = {
     "dgc_largest": (None, (F32, I64, c_int64, F32, c_int)),
@@ -68,6 +71,11 @@ SIGNATURES: Signatures = {
         None,
         (EACH_U8, *_RANGES, c_int64, c_int, c_int, c_int64, c_float, EACH_F32, c_int, c_int),
     ),
+    "dgc_halves_encode": (None, (F32, c_int64, *_ROWS, *_RANDOM, F32, c_int)),
+    "dgc_halves_add_encode": (c_int64, (*_PIECES, F32, c_int64, *_ROWS, *_RANDOM, F32, c_int)),
+    "dgc_halves_add_sum": (None, (*_RANKS, c_int64, F32, c_int)),
+    "dgc_halves_second_phase": (None, (*_RANKS, c_int64, F32, U8, *_RANDOM, F32, c_int)),
+    "dgc_halves_decode": (None, (EACH_U8, c_int64, c_int64, c_float, *_PIECES, c_int)),
     "dgc_measure": (
         c_int64,
         (EACH_F32, c_void_p, c_int, F32, c_int, I64, c_int64, c_int, F64, c_int),
@@ -190,7 +198,7 @@ class NativeQuantizers(Native, Quantizers):
         if halves.dtype not in CASTS or any(piece.dtype != FP32 for piece in g):
             return super().round_(g, halves)
         how = (halves.dtype == torch.bfloat16, halves.view(UINT8), halves.numel(), torch.get_num_threads())
-        return _PROBES[self._library.dgc_round(*pieces_of(g, halves), *how)]
+        return _PROBES[self._library.dgc_round(*pieces_of(g, halves.numel()), *how)]
 
     def halves_mean_(self, codes: Sequence[Codes], dtype: torch.dtype, size: int, mean: Dense) -> None:
         if dtype != torch.bfloat16:
@@ -249,7 +257,7 @@ class NativeElementCoder(Native, ElementCoder):
     def measure_(self, code: ElementCode, g: tuple[Tensor, ...], v: Dense, adds: bool) -> Measured:
         bounds, found = code.bounds, torch.empty(code.bounds.numel() - 1, dtype=FP64)
         how = (v, adds, bounds, found.numel(), FOUND[code.scale], found, torch.get_num_threads())
-        first_nonfinite = self._library.dgc_measure(*pieces_of(g, v), *how)
+        first_nonfinite = self._library.dgc_measure(*pieces_of(g, v.numel()), *how)
         match code.scale:
             case Scale.NONZERO:
                 found = found > 0
@@ -330,6 +338,10 @@ class NativeBlocks(Native, Blocks):
 
     signatures = SIGNATURES
 
+    def __init__(self, selection: NativeSelection | None = None):
+        super().__init__()
+        self.selection = selection or NativeSelection()
+
     def encode_into_(self, v: Dense, bounds: Bounds, code: BlockCode, rows: Rows, kept: Dense | None) -> None:
         self._library.dgc_blocks_encode(v, *_in_rows(bounds, code, rows), kept, torch.get_num_threads())
 
@@ -368,6 +380,67 @@ class NativeBlocks(Native, Blocks):
         each, where = rows[0].numel() // code.row_bytes(1), _ranges(bounds, code.bits, code.code_bytes)
         made = (out, _checked(out, bounds), torch.get_num_threads())
         self._library.dgc_blocks_decode(rows, *where, *_how(code), each, size, *made)
+
+
+class NativeHalves(Native, Halves):
+    """Each is one pass, `encode_gradient_` as well, which needs no memory."""
+
+    signatures = SIGNATURES
+
+    def encode_into_(self, v: Dense, bounds: Bounds, code: BlockCode, rows: Rows, kept: Dense | None) -> None:
+        given = (v, v.numel(), *_halves_in(rows), *_noise(code))
+        self._library.dgc_halves_encode(*given, kept, torch.get_num_threads())
+
+    def add_encode_(
+        self, g: Sequence[Tensor], v: Dense, bounds: Bounds, code: BlockCode, rows: Rows, kept: Dense | None
+    ) -> Int64[Tensor, ""]:
+        return self._encode(g, v, code, v.numel(), rows, kept)
+
+    def encode_gradient_(
+        self, g: Sequence[Tensor], room: Dense, bounds: Bounds, code: BlockCode, rows: Rows
+    ) -> Int64[Tensor, ""]:
+        return self._encode(g, None, code, room.numel(), rows, None)
+
+    def _encode(
+        self, g: Sequence[Tensor], v: Dense | None, code: BlockCode, n: int, rows: Rows, kept: Dense | None
+    ) -> Int64[Tensor, ""]:
+        given = (*pieces_of(g, n), v, n, *_halves_in(rows), *_noise(code))
+        first_nonfinite = self._library.dgc_halves_add_encode(*given, kept, torch.get_num_threads())
+        return torch.full((), first_nonfinite, dtype=INT64)
+
+    def add_sum_(self, rows: Sequence[Row], code: BlockCode, total: Padded) -> None:
+        self._library.dgc_halves_add_sum(rows, len(rows), total.numel(), total, torch.get_num_threads())
+
+    def second_phase_(
+        self,
+        rows: Sequence[Row],
+        code: BlockCode,
+        errors: Padded | None,
+        real: Padded | None,
+        chunk: Bounds,
+        second_code: BlockCode,
+        row: Rows,
+        kept: Padded | None,
+    ) -> None:
+        assert real is None and len(row) == 1, "there is no transform, and one row"
+        given = (rows, len(rows), rows[0].numel() // 2, errors, row[0], *_noise(second_code))
+        self._library.dgc_halves_second_phase(*given, kept, torch.get_num_threads())
+
+    def decode(
+        self, rows: Sequence[Row], bounds: Bounds, code: BlockCode, size: int, out: Sequence[Dense]
+    ) -> None:
+        n = sum(map(Tensor.numel, out))
+        given = (rows, rows[0].numel() // 2, n, size, *pieces_of(out, n))
+        self._library.dgc_halves_decode(*given, torch.get_num_threads())
+
+
+def _halves_in(rows: Rows) -> tuple[int, Tensor, int]:
+    return rows.shape[1] // 2, rows[0], rows.stride(0)
+
+
+def _noise(code: BlockCode) -> tuple[int, int, int]:
+    assert isinstance(code, HalfCode), code
+    return _random(code.seed if code.random else None)
 
 
 def _in_rows(bounds: Bounds, code: BlockCode, rows: Rows) -> tuple[Any, ...]:

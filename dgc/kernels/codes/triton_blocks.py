@@ -5,7 +5,8 @@ has the first element and the number of elements of each block, so that the grid
 data.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import no_type_check
 
 import torch
@@ -189,6 +190,18 @@ def decode_blocks(
     tl.store(out + i, tl.math.div_rn(x, tl.zeros_like(x) + size), mask=is_valid)
 
 
+@contextmanager
+def in_one_piece(out: Sequence[Dense]) -> Iterator[Dense]:
+    """Give one tensor for the elements of all, which get them at the end."""
+    if len(out) == 1:
+        yield out[0]
+        return
+    sizes = list(map(Tensor.numel, out))
+    whole = torch.empty(sum(sizes), dtype=torch.float32, device=out[0].device)
+    yield whole
+    torch._foreach_copy_(list(out), list(whole.split(sizes)))
+
+
 class TritonBlocks(Blocks):
     """The kernels above. tile: elements per program, a power of two, at least the largest of SIZES."""
 
@@ -212,16 +225,11 @@ class TritonBlocks(Blocks):
     def decode(
         self, rows: Sequence[Row], bounds: Bounds, code: BlockCode, size: int, out: Sequence[Dense]
     ) -> None:
-        if len(out) != 1:
-            sizes = list(map(Tensor.numel, out))
-            whole = torch.empty(sum(sizes), dtype=torch.float32, device=bounds.device)
-            self.decode(rows, bounds, code, size, (whole,))
-            torch._foreach_copy_(list(out), list(whole.split(sizes)))
-            return
         whole, each = as_rows(rows, 2), rows[0].numel() // code.row_bytes(1)
         table = self._table(bounds, code, len(rows) * each)
-        given = (whole, whole.stride(0), each, out[0], float(code.levels), float(size))
-        self._each(decode_blocks, out[0], code, table.shape[1], table, table.shape[1], *given)
+        with in_one_piece(out) as values:
+            given = (whole, whole.stride(0), each, values, float(code.levels), float(size))
+            self._each(decode_blocks, values, code, table.shape[1], table, table.shape[1], *given)
 
     def _each(self, kernel: object, near: Tensor, code: BlockCode, blocks: int, *arguments: object) -> None:
         kind = (code.rotate, code.bits, code.size, self.tile)

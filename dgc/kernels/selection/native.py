@@ -84,7 +84,7 @@ class NativeSelection(Native, SelectionKernels):
         return first_nonfinite
 
     def assign_(self, g: tuple[Tensor, ...], v: Float32[Tensor, "n"]) -> Int64[Tensor, ""]:
-        first_nonfinite = self._library.dgc_assign(*pieces_of(g, v), v, v.numel(), torch.get_num_threads())
+        first_nonfinite = self._library.dgc_assign(*pieces_of(g, v.numel()), v, v.numel(), torch.get_num_threads())
         return torch.full((), first_nonfinite, dtype=INT64)
 
     def predicted_lower_bounds(
@@ -177,11 +177,11 @@ class NativeSelection(Native, SelectionKernels):
         self._library.dgc_decay(p, buffer, p.numel(), *settings, torch.get_num_threads())
 
 
-def pieces_of(g: Sequence[Tensor], v: Tensor) -> tuple[list[Tensor], bytes, int]:
-    """Return the pieces of a gradient of v's length, or none, and the first element of each."""
+def pieces_of(g: Sequence[Tensor], n: int) -> tuple[list[Tensor], bytes, int]:
+    """Return the pieces of n elements in fp32, or none, the first element of each, and their number."""
     pieces = list(map(Tensor.float, g))
     begins = array("q", accumulate(map(Tensor.numel, pieces), initial=0))
-    assert not pieces or begins[-1] == v.numel()
+    assert not pieces or begins[-1] == n, (begins[-1], n)
     return pieces, begins.tobytes(), len(pieces)
 
 
@@ -192,7 +192,7 @@ def _pass_arguments(form: int | None, inputs: PassInputs) -> tuple[object, ...]:
     n, sent = inputs.v.numel(), inputs.sent
     return (
         form,
-        *pieces_of(inputs.g, inputs.v),
+        *pieces_of(inputs.g, inputs.v.numel()),
         inputs.u,
         inputs.v,
         n,

@@ -8,6 +8,7 @@
 
 #include "common/float_bits.h"
 #include "halves.h"
+#include "quantize/random_bits.h"
 
 namespace dgc {
 namespace {
@@ -72,7 +73,75 @@ void add_bf16(const uint8_t* halves, int64_t n, float* sums) {
     }
 }
 
-constexpr HalvesKernels table{to_fp16, to_bf16, add_bf16};
+inline float value_of(uint16_t half) { return float_of(static_cast<uint32_t>(half) << 16); }
+
+// Whole vectors of elements go through this many in the cache: the conversion of the codes is a loop of its own, which
+// the compiler vectorizes better than a store of two bytes beside one of four.
+constexpr int64_t run = 1024;
+
+// read(i) returns the element at i.
+template <bool randomly, bool keeps, class Read>
+inline void encode_as(int64_t n, const Random& random, uint8_t* to, float* residual, Read&& read) {
+    alignas(64) uint32_t halves[run];
+    for (int64_t begin = 0; begin < n; begin += run, to += 2 * run) {
+        const int64_t m = n - begin < run ? n - begin : run;
+        for (int64_t k = 0; k < m; ++k) {
+            const float x = read(begin + k);
+            const uint32_t bits = bits_of(x);
+            const uint32_t rounding = randomly ? random_bits(static_cast<uint32_t>(begin + k), random) >> 16
+                                               : 0x7FFF + (bits >> 16 & 1);
+            halves[k] = (bits + rounding) >> 16;
+            if (keeps) residual[begin + k] = x - float_of(halves[k] << 16);
+        }
+        for (int64_t k = 0; k < m; ++k) {
+            const uint16_t half = static_cast<uint16_t>(halves[k]);
+            std::memcpy(to + 2 * k, &half, sizeof half);
+        }
+    }
+}
+
+template <class Read>
+inline void encode_from(int64_t n, const Random& random, uint8_t* to, float* residual, Read&& read) {
+    if (random.enabled && residual) return encode_as<true, true>(n, random, to, residual, read);
+    if (random.enabled) return encode_as<true, false>(n, random, to, residual, read);
+    if (residual) return encode_as<false, true>(n, random, to, residual, read);
+    encode_as<false, false>(n, random, to, residual, read);
+}
+
+void encode_bf16(const float* v, int64_t n, const Random& random, uint8_t* to, float* residual) {
+    encode_from(n, random, to, residual, [=](int64_t i) { return v[i]; });
+}
+
+int64_t add_encode_bf16(const float* g, float* v, int64_t n, const Random& random, uint8_t* to, float* residual) {
+    int32_t worst = 0;
+    const auto usable = [&worst, g](int64_t i) {
+        const int32_t size = static_cast<int32_t>(bits_of(g[i]) & 0x7FFFFFFF);
+        worst = size > worst ? size : worst;
+        return float_of(bits_of(g[i]) & mask_of(size < static_cast<int32_t>(too_large_bits)));
+    };
+    if (v) encode_from(n, random, to, residual, [&usable, v](int64_t i) { return v[i] = v[i] + usable(i); });
+    else encode_from(n, random, to, residual, usable);
+    if (worst < static_cast<int32_t>(too_large_bits)) return n;
+    int64_t first = 0;
+    while ((bits_of(g[first]) & 0x7FFFFFFF) < too_large_bits) ++first;
+    return first;
+}
+
+void decode_bf16(const uint8_t* halves, int64_t n, float divisor, float* out) {
+    const bool is_power = (bits_of(divisor) & 0x7FFFFF) == 0;  // the product has the same bits then, in less time
+    const float factor = 1.0f / divisor;
+    for (int64_t i = 0; i < n; ++i) {
+        uint16_t half;
+        std::memcpy(&half, halves + 2 * i, sizeof half);
+        out[i] = value_of(half);
+    }
+    if (is_power)
+        for (int64_t i = 0; i < n; ++i) out[i] *= factor;
+    else
+        for (int64_t i = 0; i < n; ++i) out[i] /= divisor;
+}
+
+constexpr HalvesKernels table{to_fp16, to_bf16, add_bf16, encode_bf16, add_encode_bf16, decode_bf16};
 
 }  // namespace
 }  // namespace dgc

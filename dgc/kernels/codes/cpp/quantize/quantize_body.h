@@ -1,5 +1,6 @@
 // The kernels of quantize.h, shared by all instruction sets. The compiler vectorizes the loops for each instruction
 // set. Everything is in an anonymous namespace, for the reason given in quantize_fields.h.
+#include "quantize/random_bits.h"
 #include "quantize_fields.h"
 
 namespace dgc {
@@ -47,13 +48,6 @@ void tern_encode(const float* v, int64_t n, float threshold, uint8_t* codes, flo
             return static_cast<uint8_t>((up & 3) | (down & 2));
         });
     });
-}
-
-inline uint32_t random_bits(uint32_t i, const Random& random) {
-    uint32_t x = random.first + i + random.key;
-    x = (x ^ x >> 16) * 0x7FEB352Du;
-    x = (x ^ x >> 15 ^ random.inner_key) * 0x846CA68Bu;
-    return x ^ x >> 16;
 }
 
 // The field of x with levels of `step`, a sign above them; `value` is what it stands for. r: what is added before the
