@@ -54,6 +54,8 @@ NS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 BUFFER, MOMENTS = "momentum_buffer", {"step", "exp_avg", "exp_avg_sq"}
 ADJUST_LR = ("match_rms_adamw", "original", None)  # None: as "original"
 OWNERS = ("auto", "on", "off")
+ALONE, COMMON = "this rank", "the ranks of the transport"
+PLANNED = ("parts", "ns_precision")  # the settings on which the plan of a step depends
 BATCH = 2**25  # elements of the matrices that are iterated together
 _ANY = [torch.empty(1, 1, dtype=torch.float32)]  # optimizers take no empty list
 
@@ -245,28 +247,28 @@ class MuonWithAdamW(Optimizer):
         return loss
 
     def _step(self) -> None:
-        # made for each step, because loading a state replaces groups and state
-        adamw = _adamw()
-        adamw.param_groups = [group for group in self.param_groups if not group["muon"]]
-        adamw.state = self.state
-        adamw.step()
-        matrices = [(p, g) for g, group in enumerate(self.param_groups) if group["muon"] for p in group["params"]]
+        groups = self.param_groups
+        matrices = [(p, g) for g, group in enumerate(groups) if group["muon"] for p in group["params"]]
         for p, _ in matrices:
             if p.grad is not None and p.grad.is_sparse:
                 shape = tuple(p.shape)
                 raise ValueError(f"Muon needs dense gradients, and a gradient of shape {shape} is sparse")
+        # torch.distributed.checkpoint creates a state at a learning rate of 0, perhaps on one rank alone
+        moves = any(float(group["lr"]) for group in groups if group["muon"])
+        shares, gathered = self._planned(matrices) if moves else ([], [])
+        # made for each step, because loading a state replaces groups and state
+        adamw = _adamw()
+        adamw.param_groups = [group for group in groups if not group["muon"]]
+        adamw.state = self.state
+        adamw.step()
         for p, g in matrices:
             if p.grad is not None:
-                group = self.param_groups[g]
-                local_part(self._momentum(p)).lerp_(local_part(p.grad), 1 - group["momentum"])
-        if all(float(group["lr"]) == 0 for group in self.param_groups if group["muon"]):
-            return  # torch.distributed.checkpoint creates a state so, perhaps on one rank alone
-        shares, gathered = self._planned(matrices)
+                local_part(self._momentum(p)).lerp_(local_part(p.grad), 1 - groups[g]["momentum"])
         for share in shares:
             self._step_share(share)
         for p, g in gathered:
             if p.grad is not None:
-                self._step_gathered(p, self.param_groups[g])
+                self._step_gathered(p, groups[g])
 
     def _momentum(self, p: Tensor) -> Tensor:
         state = self.state[p]
@@ -276,58 +278,41 @@ class MuonWithAdamW(Optimizer):
 
     def _planned(self, matrices: Sequence[tuple[Any, int]]) -> tuple[list["_Share"], list[tuple[Any, int]]]:
         """The shares of parameters with their group's number, and the shards that every rank gathers."""
-        settings = [
-            (g, group["parts"], group["ns_precision"])
-            for g, group in enumerate(self.param_groups)
-            if group["muon"]
-        ]
-        key = settings, [id(p) for p, _ in matrices]
+        key = [(id(p), p.device, g, *(self.param_groups[g][name] for name in PLANNED)) for p, g in matrices]
         if self._plan is None or self._plan[0] != key:
-            self._plan = (key, *self._plan_shares(matrices))
+            shares: dict[Any, list[tuple[Any, int]]] = {}
+            for p, g in matrices:
+                dtype = NS[self.param_groups[g]["ns_precision"]]
+                shares.setdefault((self._sharers(p), dtype, p.device), []).append((p, g))
+            gathered = [each for (sharers, *_), own in shares.items() if sharers is None for each in own]
+            self._plan = key, [self._share(*each) for each in shares.items() if each[0][0] is not None], gathered
         return self._plan[1:]
 
-    def _plan_shares(self, matrices: Sequence[tuple[Any, int]]) -> tuple[list["_Share"], list[tuple[Any, int]]]:
-        found: dict[Any, list[tuple[Any, int]]] = {}
-        gathered = []
-        for p, g in matrices:
-            place = None
-            if hasattr(p, "to_local"):
-                # not at the top: a torch without torch.distributed has no shards
-                from dgc.optim.mesh import dims_of
+    def _sharers(self, p: Any) -> Any:
+        """Who shares a parameter's matrices: ALONE, COMMON, or a mesh and dimensions. None: it is gathered."""
+        if not hasattr(p, "to_local"):
+            return COMMON if self.owners == "on" else ALONE
+        # not at the top: a torch without torch.distributed has no shards
+        from dgc.optim.mesh import dims_of
 
-                dims = None if self.owners == "off" else dims_of(p, self.owners == "on")
-                if dims is None:
-                    gathered.append((p, g))
-                    continue
-                place = (p.device_mesh, dims) if dims else None
-            common = place is None and self.owners == "on" and not hasattr(p, "to_local")
-            found.setdefault((place, common, NS[self.param_groups[g]["ns_precision"]], p.device), []).append(
-                (p, g)
-            )
-        shares = []
-        for (place, common, dtype, device), own in found.items():
-            if place is not None:
-                from dgc.optim.mesh import MeshRanks, layout_of
+        dims = None if self.owners == "off" else dims_of(p, self.owners == "on")
+        if dims is None:
+            return None
+        return (p.device_mesh, dims) if dims else ALONE
 
-                ranks: Ranks = MeshRanks(*place)
-                layouts = [layout_of(p, place[1]) for p, _ in own]
-            else:
-                ranks = self._connection.ranks(self._described(own)) if common else Alone()
-                layouts = [replicated(p.shape, ranks.size) for p, _ in own]
-            of_all = [
-                matrix
-                for i, (p, g) in enumerate(own)
-                for matrix in matrices_of(i, p.shape, self.param_groups[g]["parts"])
-            ]
-            shares.append(
-                _Share(
-                    own,
-                    Exchange(ranks, of_all, layouts),
-                    ranks.size > 1,
-                    torch.empty(0, dtype=dtype, device=device),
-                )
-            )
-        return shares, gathered
+    def _share(self, key: Any, own: list[tuple[Any, int]]) -> "_Share":
+        sharers, dtype, device = key
+        if isinstance(sharers, str):
+            ranks: Ranks = self._connection.ranks(self._described(own)) if sharers == COMMON else Alone()
+            layouts = [replicated(p.shape, ranks.size) for p, _ in own]
+        else:
+            from dgc.optim.mesh import MeshRanks, layout_of
+
+            ranks = MeshRanks(*sharers)
+            layouts = [layout_of(p, sharers[1]) for p, _ in own]
+        of_each = (matrices_of(i, p.shape, self.param_groups[g]["parts"]) for i, (p, g) in enumerate(own))
+        exchange = Exchange(ranks, [matrix for matrices in of_each for matrix in matrices], layouts)
+        return _Share(own, exchange, ranks.size > 1, torch.empty(0, dtype=dtype, device=device))
 
     def _step_share(self, share: "_Share") -> None:
         """The step of parameters whose matrices the same ranks share."""

@@ -208,7 +208,7 @@ def _not_a_matrix(p: Tensor, names: Sequence[str]) -> str | None:
 def _is_of_experts(name: str) -> bool:
     """Whether a parameter of this name is of all experts of a layer, and not of one in a numbered list."""
     words = name.split(".")
-    first = next((i for i, word in enumerate(words) if "expert" in word), len(words))
+    first = next((i for i, word in enumerate(words) if "expert" in word or "moe" in word), len(words))
     return first < len(words) and not any(word.isdigit() for word in words[first:])
 
 

@@ -107,6 +107,10 @@ MODELS: dict[str, dict[str, tuple[tuple[int, ...], str]]] = {
         "model.layers.0.mlp.shared_expert_gate.weight": ((1, 16), "one row or column"),
         "model.layers.0.mlp.experts.gate_up_proj": ((4, 96, 16), ""),
     },
+    "Granite": {
+        "model.layers.0.block_sparse_moe.router.layer.weight": (WIDE, "router"),
+        "model.layers.0.block_sparse_moe.input_linear.weight": ((4, 48, 16), ""),
+    },
     "gpt-oss": {
         "model.layers.0.mlp.router.weight": (WIDE, "router"),
         "model.layers.0.mlp.experts.down_proj_bias": (WIDE, "table"),

@@ -11,11 +11,14 @@ import torch.distributed.checkpoint as checkpoint
 from parallel import sharded
 from parallel.found import digest
 from parallel.ranks import each_rank_of, mpirun, over, torchrun
-from parallel.sharded import batches, loss_of, network, on_machines, shard, train, whole
+from parallel.sharded import batches, kept, loss_of, network, on_machines, shard, train, whole
 from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from dgc.compression import TwoPhaseCompressor
@@ -92,6 +95,49 @@ def test_shards_are_trained_as_whole_matrices(transport: Any) -> str:
         assert moved(found[-1], start, sharded.flat(replica)) < bound, name
         states = [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
         assert all(hasattr(state, "to_local") for state in states), name
+    return digest(found)
+
+
+def replicated(model: Any) -> Any:
+    return replicate(model, mesh=FLAT())
+
+
+def beside_tensor_parallelism(model: Any) -> Any:
+    """The first dimension of the mesh has FSDP2, and the second one the rows or columns of some layers."""
+    mesh = kept("tensors", lambda: init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor")))
+    layers = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    return fully_shard(parallelize_module(model, mesh["tensor"], layers), mesh=mesh["data"])
+
+
+class Even(nn.Sequential):
+    """A network that tensor parallelism divides evenly."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(
+            *(nn.Linear(sharded.FEATURES, 4), nn.Tanh(), nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 1))
+        )
+
+
+# what wraps the model, the ranks that have one batch, the owners
+WRAPPED: list[tuple[Any, int, str]] = [
+    (replicated, 1, "auto"),
+    (replicated, 1, "on"),
+    *((beside_tensor_parallelism, 2, owners) for owners in ("auto", "on", "off")),
+]
+
+
+@on_machines
+def test_other_parameters_on_a_mesh(transport: Any) -> str:
+    found = list[Tensor]()
+    for wrap, ranks, owners in WRAPPED:
+        inputs, replica = batches(3, transport.rank // ranks), DistributedDataParallel(Even())
+        model = wrap(Even())
+        start = whole(model)
+        train(replica, muon(replica), inputs)
+        train(model, muon(model, owners=owners), inputs)
+        found.append(whole(model))
+        assert moved(found[-1], start, sharded.flat(replica)) < 1e-4, (wrap, owners)
     return digest(found)
 
 
