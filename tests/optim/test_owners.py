@@ -219,6 +219,44 @@ def test_one_rank_with_owners_has_the_bits_of_one_without(precision: str) -> Non
     nets.assert_same(*models, exactly=True)
 
 
+TORCHS: list[dict[str, Any]] = [
+    {},
+    {"nesterov": False},
+    {"adjust_lr_fn": "original"},
+    {"ns_steps": 3, "momentum": 0.8, "weight_decay": 0.0},
+]
+
+
+@pytest.mark.parametrize("options", TORCHS, ids=str)
+@pytest.mark.parametrize("owners", ["auto", "on", "off"])
+def test_one_rank_has_the_bits_of_torchs_muon(options: dict[str, Any], owners: str) -> None:
+    """For wide, high and square matrices, some of one shape."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(8, 24), (24, 8), (16, 16), (16, 16), (5, 7)]
+    start, *gradients = ([torch.randn(shape, generator=generator) for shape in shapes] for _ in range(4))
+    own, torchs = ([nn.Parameter(p.clone()) for p in start] for _ in range(2))
+    transport = {"transport": nets.alone()} if owners == "on" else {}
+    both = (
+        MuonWithAdamW(
+            [{"params": own, "muon": True}],
+            lr=0.01,
+            muon_lr_ratio=1.0,
+            ns_precision="bf16",
+            owners=owners,
+            **transport,
+            **options,
+        ),
+        torch.optim.Muon(torchs, lr=0.01, **{"adjust_lr_fn": "match_rms_adamw", **options}),
+    )
+    for of_step in gradients:
+        for p, q, gradient in zip(own, torchs, of_step, strict=True):
+            p.grad, q.grad = gradient, gradient.clone()
+        for optimizer in both:
+            optimizer.step()
+    for p, q in zip(own, torchs, strict=True):
+        assert torch.equal(p, q)
+
+
 def test_updates_in_16_bits_are_near_those_in_32_and_equal_on_all_ranks() -> None:
     models = [
         nets.trained(3, range(3), partial(owned, ns_precision="fp32", update_bits=bits)) for bits in (16, 32)

@@ -98,6 +98,24 @@ def test_shards_are_trained_as_whole_matrices(transport: Any) -> str:
     return digest(found)
 
 
+@pytest.mark.parametrize("owners", ["auto", "on"])
+@each_rank_of(over(torchrun, 1))
+def test_a_shard_that_is_whole_has_the_bits_of_torchs_muon(transport: Any, owners: str) -> None:
+    model, other = shard(network(), FLAT()), network()
+    own = muon(model, ns_precision="bf16", owners=owners)
+    matrices, rest = [other[0].weight, other[2].weight], [*other[3].parameters(), *other[4].parameters()]
+    rest += [other[0].bias, *other[5].parameters()]
+    adamw = torch.optim.AdamW(rest, 0.01, (0.9, 0.95), weight_decay=0.1)
+    both = torch.optim.Muon(matrices, 0.02, adjust_lr_fn="match_rms_adamw"), adamw
+    train(model, own, batches(3, 0))
+    for batch in batches(3, 0):
+        other.zero_grad()
+        loss_of(other, batch).backward()
+        for optimizer in both:
+            optimizer.step()
+    assert torch.equal(whole(model), sharded.flat(other))
+
+
 def replicated(model: Any) -> Any:
     return replicate(model, mesh=FLAT())
 
