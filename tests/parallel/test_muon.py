@@ -101,7 +101,8 @@ def test_shards_are_trained_as_whole_matrices(transport: Any) -> str:
 @pytest.mark.parametrize("owners", ["auto", "on"])
 @each_rank_of(over(torchrun, 1))
 def test_a_shard_that_is_whole_has_the_bits_of_torchs_muon(transport: Any, owners: str) -> None:
-    model, other = shard(network(), FLAT()), network()
+    model: Any = shard(network(), FLAT())
+    other: Any = network()
     own = muon(model, ns_precision="bf16", owners=owners)
     matrices, rest = [other[0].weight, other[2].weight], [*other[3].parameters(), *other[4].parameters()]
     rest += [other[0].bias, *other[5].parameters()]
