@@ -6,7 +6,7 @@ The model has the matrices of transformer layers (queries, keys, values, output,
 and a vector per layer. Gradients are given, the same on all ranks, so nothing but the optimizer's step takes time.
 Ranks are started by torchrun on this machine, over Gloo, with one thread each.
 
-DDP, torch           torch.optim.Muon and AdamW
+DDP, torch           torch.optim.Muon, which iterates in bf16, and AdamW
 DDP, every rank      MuonWithAdamW(owners="off")
 DDP, owners          owners="on"; with update_bits=16 in "16 bits"
 FSDP2, every rank    owners="off": each rank gathers and iterates all matrices

@@ -317,6 +317,7 @@ class MuonWithAdamW(Optimizer):
     def _step_share(self, share: "_Share") -> None:
         """The step of parameters whose matrices the same ranks share."""
         groups, exchange = self.param_groups, share.exchange
+        rates = {g: float(groups[g]["lr"]) for g in {g for _, g in share.parameters}}
 
         def read(piece: Piece) -> Tensor:
             """U of what this rank holds of a matrix. A missing gradient counts as zero: sizes are fixed."""
@@ -336,13 +337,13 @@ class MuonWithAdamW(Optimizer):
             like, updates = like.bfloat16(), [update.bfloat16() for update in updates]
         for p, g in share.parameters:
             if p.grad is not None:
-                local_part(p.detach()).mul_(1 - float(groups[g]["lr"]) * groups[g]["weight_decay"])
+                local_part(p.detach()).mul_(1 - rates[g] * groups[g]["weight_decay"])
         for piece, update in exchange.scatter(updates, like):
             matrix = exchange.matrices[piece.matrix]
             p, g = share.parameters[matrix.parameter]
             if p.grad is not None:
                 x = matrix.of(local_part(p.detach()), exchange.box(matrix), piece.part)
-                x.add_(update, alpha=-float(groups[g]["lr"]) * _scale(matrix.shape, groups[g]))
+                x.add_(update, alpha=-rates[g] * _scale(matrix.shape, groups[g]))
 
     def _iterated(self, share: "_Share", matrices: Sequence[Tensor]) -> list[Tensor]:
         """NS of the matrices that this rank owns, those of one shape together."""
