@@ -20,7 +20,7 @@ from dgc.comm.conversation import RunningConversation
 from dgc.comm.requests import AllReduce, Conversation
 from dgc.comm.transport import CrossMachineTransport, Transport
 from dgc.fsdp.shards import check_ended, check_ranks, check_shards, machines, parameter_groups, sharded_like
-from dgc.gossip.protocol import Gossip, UsesOptimizer
+from dgc.gossip.protocol import Gossip, JoinsGroups, UsesOptimizer
 from dgc.optim.local import OF_ANOTHER_RANK, LocalOptimizer, check_method
 
 
@@ -37,6 +37,7 @@ class ShardedLocalOptimizer(LocalOptimizer):
         transport: Connects all ranks, with groups inside and between machines: `connect(hierarchical=True)`, and
             `point_to_point=True` for algorithms that send to single neighbours.
         nonfinite: As for LocalOptimizer. The ranks of a machine respond together.
+        groups: As for LocalOptimizer: all ranks are one group, on one machine.
 
     Raises:
         ValueError: An argument is invalid, settings or models differ between ranks, machines have different
@@ -54,6 +55,7 @@ class ShardedLocalOptimizer(LocalOptimizer):
         *,
         transport: Transport,
         nonfinite: str = "skip",
+        groups: JoinsGroups | None = None,
     ):
         check_method(method)
         check_ranks(transport)
@@ -74,7 +76,8 @@ class ShardedLocalOptimizer(LocalOptimizer):
                 f"{others} of the optimizer's {len(stepped)} parameters do not belong to the sharded model: "
                 "create the optimizer after fully_shard and before a forward pass, from model.parameters()"
             )
-        super().__init__(optimizer, named, method, transport=CrossMachineTransport(transport), nonfinite=nonfinite)
+        cross = CrossMachineTransport(transport)
+        super().__init__(optimizer, named, method, transport=cross, nonfinite=nonfinite, groups=groups)
         for group in self._groups:
             group.claim(self)
 

@@ -271,6 +271,14 @@ def check_state(
             raise ValueError(f"{what} must be of type {type(value).__name__}, not {found!r}")
 
 
+class JoinsGroups(Protocol):
+    """Connects a group of ranks with other groups that come and go: `dgc.groups.connect` returns it."""
+
+    def method(self, method: Gossip) -> Gossip:
+        """Returns the method with the group as its worker. Raises ValueError if it is of another kind."""
+        ...
+
+
 @runtime_checkable
 class UsesOptimizer(Protocol):
     """A gossip algorithm that works with the state of one kind of optimizer."""

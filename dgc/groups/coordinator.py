@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 from dgc.core.arguments import NUMBER, WHOLE, require
 from dgc.groups.messages import (
     START,
+    VERSION,
     Addresses,
     Ask,
     Beat,
@@ -46,7 +47,7 @@ from dgc.groups.messages import (
 Sent: TypeAlias = tuple[str, FromCoordinator]
 KEPT = 10_000  # rounds whose decisions are kept
 UP_TO_DATE = "the member has the last committed state"
-EPOCH = 2**32  # attempts that one start of the coordinator may number
+EPOCH = 2**24  # attempts that one start of the coordinator may number
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,7 @@ class Coordinator:
         self.attempt: Attempt | None = None
         self._is_new, self._given = saved is None, run
         self.run: str = "" if saved is None else saved["run"]
+        self._common: str = "" if saved is None else saved["settings"]
         self.line: list[Tag] = [START] if saved is None else [Tag(*tag) for tag in saved["line"]]
         epoch = epoch if saved is None else max(epoch, saved["epoch"] + 1)
         self._known_since = epoch * EPOCH if saved is None else saved["since"]
@@ -145,7 +147,8 @@ class Coordinator:
 
     def _store(self) -> None:
         line = [list(tag) for tag in self.line[-KEPT:]]
-        self._save({"run": self.run, "epoch": self._epoch, "since": self._known_since, "line": line})
+        known = {"run": self.run, "settings": self._common, "epoch": self._epoch, "since": self._known_since}
+        self._save({**known, "line": line})
 
     # --- events -----------------------------------------------------------------------------------
 
@@ -208,14 +211,20 @@ class Coordinator:
     # --- members ----------------------------------------------------------------------------------
 
     def _meet(self, now: float, sender: str, hello: Hello) -> list[Sent]:
+        if hello.version != VERSION:
+            reason = f"the coordinator speaks version {VERSION} of the protocol, and the member {hello.version}"
+            return [(sender, Refused(f"{reason}: install the same version of dgc"))]
         if self._is_new and not self.run:
-            self.run = hello.run or self._given
+            self.run, self._common = hello.run or self._given, hello.settings
             if hello.run:  # the file was lost: the run goes on from what a member has
                 self.line = [hello.tag]
             self._store()
         if hello.run not in ("", self.run):
             reason = f"this coordinator leads the run {self.run}, and the member is of the run {hello.run}"
-            return [(sender, Refused(reason))]
+            return [(sender, Refused(f"{reason}: give it another folder, or another coordinator"))]
+        if hello.settings != self._common:
+            reason = "the member has other settings of its outer steps, another model or another number of ranks"
+            return [(sender, Refused(f"{reason} than the run: start all groups with the same"))]
         known = self.members.get(sender)
         self.members[sender] = member = Known(hello.addresses, now, hello.tag, hello.digest)
         self._note(member, hello.tag, hello.digest)
@@ -223,7 +232,7 @@ class Coordinator:
             self.line.append(hello.tag)  # of the time before the file was lost
             self._store()
         settings = self.settings
-        sent: list[Sent] = [(sender, Welcome(self.run, settings.grace, settings.timeout, settings.beat))]
+        sent: list[Sent] = [(sender, Welcome(self.run, settings.grace, settings.timeout))]
         if known is not None and self.attempt is not None and sender in self.attempt.ready:
             if sender not in self.attempt.digests:  # it has lost the attempt with its connection
                 sent += self._repeat(now, f"{sender} has connected again", {sender})

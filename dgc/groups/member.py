@@ -50,6 +50,9 @@ class Numbers(Protocol):
     def commit(self, round: int) -> int:
         """Apply the means of the exchange of a round. Return a digest of z0 and the outer state."""
 
+    def committed(self, tag: Tag) -> None:
+        """The state after `commit` or `heal` has this tag: others may load it."""
+
     def void(self) -> None:
         """Undo the exchange."""
 
@@ -238,13 +241,18 @@ class Member:
         assert doubt is not None
         match decision:
             case Commit():
-                self.tag, self.digest = doubt, self.numbers.commit(doubt.round)
+                digest = self.numbers.commit(doubt.round)
+                self._take(doubt, digest)
                 yield Send(Has(self.tag, self.digest))
             case Void():
                 self.numbers.void()
             case _:
                 self._log(f"nobody knows whether round {doubt.round} was committed: the steps in it are dropped")
                 self.numbers.forget()
+
+    def _take(self, tag: Tag, digest: int) -> None:
+        self.tag, self.digest = tag, digest
+        self.numbers.committed(tag)
 
     def _heal(self, missed: Missed) -> Generator[Effect, Any, bool]:
         healed = yield Heal(missed.tag, missed.source, missed.addresses)
@@ -256,7 +264,7 @@ class Member:
         if not self.is_fresh:
             what = "its own steps are kept" if keeps else "its own steps since then are dropped"
             self._log(f"{age} rounds were missed: {what}")
-        self.tag, self.digest = healed.tag, self.numbers.heal(healed.state, keeps)
+        self._take(healed.tag, self.numbers.heal(healed.state, keeps))
         yield Limit()
         yield Send(Has(self.tag, self.digest))
         return True

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, TypeAlias
 
+VERSION = 1
+
 
 class Tag(NamedTuple):
     """A committed state: the number of its round, and of the attempt that was committed."""
@@ -27,12 +29,22 @@ Addresses: TypeAlias = tuple[Address, ...]  # of the ranks of a group, by their 
 
 @dataclass(frozen=True)
 class Hello:
-    """The first message of a connection. run: "" if the member has been in none. digest: of the state of `tag`."""
+    """The first message of a connection.
+
+    Attributes:
+        run: "" if the member has been in none.
+        addresses: Of its ranks.
+        tag, digest: The committed state that it has.
+        settings: A digest of what must be equal in all members, such as the shapes of the model.
+        version: Of the messages.
+    """
 
     run: str
     addresses: Addresses
     tag: Tag
     digest: int
+    settings: str = ""
+    version: int = VERSION
 
 
 @dataclass(frozen=True)
@@ -92,17 +104,16 @@ class Ask:
 
 @dataclass(frozen=True)
 class Welcome:
-    """The answer to Hello. grace, timeout, beat: settings of the coordinator, in seconds."""
+    """The answer to Hello. grace, timeout: settings of the coordinator, in seconds."""
 
     run: str
     grace: float
     timeout: float
-    beat: float
 
 
 @dataclass(frozen=True)
 class Refused:
-    """The member belongs to another run."""
+    """The member cannot take part. reason: "" if it was declared dead, and need only connect again."""
 
     reason: str
 

@@ -89,14 +89,16 @@ class Fragment:
         optimizer.step()
         return {s.name: _keys(optimizer.state.get(t, {})) for (s, *_), t in zip(self.tensors, small, strict=True)}
 
-    def fill(self, x: Tensor, bias: float | Tensor) -> None:
+    def fill(self, x: Tensor, bias: float | Tensor, start: Tensor | None = None) -> None:
         """Store bias z0 - x, the pseudo-gradient, in the buckets.
 
-        x: [n] model, or biased model, of this rank. bias: The factor between the two, one number or [n].
+        x: [n] model, or biased model, of this rank. bias: The factor between the two, one number or [n]. start:
+        [n] in the place of z0.
         """
         for segment, z0, difference in self.tensors:
             factor = segment.of(bias) if isinstance(bias, Tensor) else bias
-            torch.sub(z0 * factor, segment.of(x), out=difference)
+            origin = z0 if start is None else segment.of(start)
+            torch.sub(origin * factor, segment.of(x), out=difference)
 
     def step(self, lr: float | None, factor: float | None) -> None:
         """Take an outer step on the mean in the buckets. lr, factor: see `Flight`."""
@@ -298,8 +300,8 @@ class OuterExchange(ModelExchange):
         self.fragments = fragments
         self.flight: Flight | None = None
 
-    def begin(self, flight: Flight, x: Tensor, bias: float | Tensor) -> None:
-        """Begin the exchange of some pseudo-gradients. x, bias: see `Fragment.fill`.
+    def begin(self, flight: Flight, x: Tensor, bias: float | Tensor, start: Tensor | None = None) -> None:
+        """Begin the exchange of some pseudo-gradients. x, bias, start: see `Fragment.fill`.
 
         Ranks may have different `lr` if no outer optimizer reads it.
         """
@@ -311,7 +313,7 @@ class OuterExchange(ModelExchange):
             common = {"lr": flight.lr} if reads_lr else {}
             self._agreement.begin(due=flight.due, **common, outer_factor=flight.outer_factor)
             for i, fragment in zip(flight.fragments, fragments, strict=True):
-                fragment.fill(x, bias)
+                fragment.fill(x, bias, start)
                 self._engine.start(i)
 
     def _in_flight(self) -> list[Fragment]:

@@ -42,7 +42,7 @@ from dgc.engine.options import (
 from dgc.engine.state import check_is_state, identity_of
 from dgc.engine.steps import before_steps, check_not_running
 from dgc.gossip.model import FlatModel
-from dgc.gossip.protocol import Gossip, UsesOptimizer
+from dgc.gossip.protocol import Gossip, JoinsGroups, UsesOptimizer
 from dgc.optim.wrapper import Wrapper
 from dgc.warn import warn
 
@@ -72,6 +72,8 @@ class LocalOptimizer(Wrapper):
             `dropped_steps`; other ranks are not affected, except the ranks of its machine that take steps with it.
             "raise" then raises NonFiniteGradientError, unless it is a GradScaler that has found it. Training may
             go on.
+        groups: `dgc.groups.connect(address)`: the ranks of `transport` are one group, which meets other groups in
+            its outer steps. Groups may come and go.
 
     Raises:
         ValueError: An argument is invalid, or settings or models differ between ranks, which the first step checks
@@ -95,10 +97,12 @@ class LocalOptimizer(Wrapper):
         *,
         transport: Transport | None = None,
         nonfinite: str = "skip",
+        groups: JoinsGroups | None = None,
     ):
         check_nonfinite(nonfinite, None)
         check_steps(optimizer, type(self).__name__)
         check_method(method)
+        settings, method = method, method if groups is None else groups.method(method)
         check_transport(transport)
         if isinstance(optimizer, SharesSteps) and optimizer.owners == "on":
             raise ValueError(
@@ -125,7 +129,7 @@ class LocalOptimizer(Wrapper):
             check_not_sharded(named, "LocalOptimizer", "use dgc.fsdp.ShardedLocalOptimizer")
         if not method.needs_groups and ranks.rank == 0:
             warn_of_ddp({p for _, p in named})
-        check_settings(ranks, "local.settings", nonfinite=nonfinite, method=method)
+        check_settings(ranks, "local.settings", nonfinite=nonfinite, method=settings)
         check_equal_plans([(name, tuple(p.shape), str(p.dtype)) for name, p in named], ranks)
         self._momenta = Momenta(optimizer, named) if method.averages_momentum else None
         self.model = FlatModel(named, () if self._momenta is None else self._momenta.named)

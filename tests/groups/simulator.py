@@ -76,6 +76,9 @@ class SetNumbers:
         self.p, self.s = self.z0, None
         return self.digest()
 
+    def committed(self, tag: Tag) -> None:
+        pass
+
     def void(self) -> None:
         self.residual, self.s = self.before, None
 

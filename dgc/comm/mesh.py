@@ -1,0 +1,454 @@
+"""A transport over TCP connections between every two ranks of a set that may change from exchange to exchange.
+
+torch.distributed's groups suit ranks that stay: they are made together through a store, an operation that waits
+for a dead or stopped rank cannot be ended, and its threads keep the tensors until a time-out. Here any thread can
+end an exchange (`MeshTransport.close`), and the next one has other ranks.
+
+Sums are added in the order of the ranks, by the rank that owns a piece of the tensor, so that all have equal bits.
+An all-reduce sends 2 (n - 1) / n of the tensor from each rank. Every message has a checksum.
+"""
+
+import json
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from queue import SimpleQueue
+from threading import Condition, Thread
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor
+from typing_extensions import assert_never
+
+from dgc.comm.presence import family_of, own_ip
+from dgc.comm.requests import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Exchange,
+    Group,
+    Op,
+    ReduceScatter,
+    Reply,
+    Request,
+    as_bytes,
+)
+from dgc.comm.transport import GroupedTransport
+
+FRAME = struct.Struct("<8sQI")  # key of a message, its length and its crc32
+CHUNK = struct.Struct("<II")  # length and crc32 of a part of a stream
+CHUNK_BYTES = 2**20
+LONGEST_LINE = 4096  # bytes of the first line of a connection
+ANSWER_TIME = 5.0  # seconds for a connection, and for its first line
+PAUSE = 0.05  # seconds
+
+
+class MeshError(ConnectionError):
+    """An exchange has failed. ranks: those that were not reached, as far as that is known."""
+
+    def __init__(self, reason: str, ranks: Sequence[int] = ()):
+        super().__init__(reason)
+        self.ranks = tuple(ranks)
+
+
+class Listener:
+    """Listens for other ranks. A connection begins with a line of JSON, whose "want" names what it is for.
+
+    Args:
+        handlers: By what is wanted, called in a thread of its own with the first line and the connection.
+        other: Another machine of the ranks, by which the network is chosen. Nothing: this machine alone.
+
+    Attributes:
+        address: Where it listens.
+    """
+
+    def __init__(
+        self, handlers: Mapping[str, Callable[[dict[str, Any], socket.socket], None]], other: str = ""
+    ) -> None:
+        ip = own_ip(other)
+        self._handlers = dict(handlers)
+        self._socket = socket.create_server((ip, 0), family=family_of(ip))
+        self.address: tuple[str, int] = (ip, self._socket.getsockname()[1])
+        Thread(target=self._accept, name="dgc-listener", daemon=True).start()
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return  # it is closed
+            Thread(target=self._serve, args=(connection,), name="dgc-connection", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            connection.settimeout(ANSWER_TIME)
+            first = json.loads(read_line(connection))
+            handler = self._handlers.get(first["want"])
+            if handler is not None:
+                handler(first, connection)  # which closes the connection, or keeps it
+                return
+        except (OSError, ValueError, KeyError, TypeError):
+            pass  # not from a rank
+        connection.close()
+
+
+def read_line(connection: socket.socket) -> bytes:
+    """The first line. What follows it stays in the connection."""
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        part = connection.recv(1)
+        if not part or len(line) > LONGEST_LINE:
+            raise ConnectionError("no first line")
+        line += part
+    return bytes(line)
+
+
+def dial(address: tuple[str, int], limit: float, **first: object) -> socket.socket:
+    """Connect to a Listener, and send the first line. limit: seconds."""
+    connection = socket.create_connection(address, max(0.01, limit))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.sendall(json.dumps(first).encode() + b"\n")
+    return connection
+
+
+def receive_into(connection: socket.socket, view: memoryview) -> None:
+    """Fill a memory. Raises ConnectionError if the connection ends before."""
+    while view:
+        got = connection.recv_into(view)
+        if not got:
+            raise ConnectionError("the connection has ended")
+        view = view[got:]
+
+
+def send_stream(connection: socket.socket, data: bytes) -> None:
+    """Send data in parts with a checksum each."""
+    view = memoryview(data)
+    for first in range(0, len(view), CHUNK_BYTES):
+        part = view[first : first + CHUNK_BYTES]
+        connection.sendall(CHUNK.pack(len(part), crc32(part)))
+        connection.sendall(part)
+
+
+def receive_stream(connection: socket.socket, length: int, progress: Callable[[int], None]) -> bytearray:
+    """Receive data of `send_stream`. progress: called with the number of bytes so far.
+
+    Raises:
+        ConnectionError: The connection ended, or the data have changed in transit.
+    """
+    data, done = bytearray(length), 0
+    head = bytearray(CHUNK.size)
+    while done < length:
+        receive_into(connection, memoryview(head))
+        size, checksum = CHUNK.unpack(head)
+        if not 0 < size <= min(CHUNK_BYTES, length - done):
+            raise ConnectionError("a part has a wrong length")
+        part = memoryview(data)[done : done + size]
+        receive_into(connection, part)
+        if crc32(part) != checksum:
+            raise ConnectionError("a part has a wrong checksum: it changed in transit")
+        done += size
+        progress(done)
+    return data
+
+
+class Meeting:
+    """Connections of other ranks that have come for an exchange, until this rank begins it. See `connect_all`."""
+
+    def __init__(self) -> None:
+        self._come: dict[tuple[int, int], socket.socket] = {}  # by the number of the exchange and the rank
+        self._changed = Condition()
+        self._void = -1  # exchanges up to this one are void
+
+    def arrive(self, first: Mapping[str, Any], connection: socket.socket) -> None:
+        """Keep a connection: a handler of Listener."""
+        number, rank = int(first["number"]), int(first["rank"])
+        with self._changed:
+            if number <= self._void:
+                connection.close()
+                return
+            self._come[number, rank] = connection
+            self._changed.notify_all()
+
+    def void(self, number: int) -> None:
+        """End the wait for an exchange, and for those before."""
+        with self._changed:
+            self._void = max(self._void, number)
+            for key in [key for key in self._come if key[0] <= number]:
+                self._come.pop(key).close()
+            self._changed.notify_all()
+
+    def is_void(self, number: int) -> bool:
+        return number <= self._void
+
+    def connect_all(
+        self, number: int, rank: int, addresses: Sequence[tuple[str, int]], deadline: float
+    ) -> dict[int, socket.socket]:
+        """Connect with the other ranks of exchange `number`. Each rank connects to those before it.
+
+        Raises:
+            MeshError: Some are not there by the deadline, of time.monotonic(), or the exchange is void.
+        """
+        connected: dict[int, socket.socket] = {}
+        try:
+            for other in range(rank):
+                try:
+                    limit = min(ANSWER_TIME, deadline - time.monotonic())
+                    connected[other] = dial(addresses[other], limit, want="mesh", number=number, rank=rank)
+                except OSError as error:
+                    raise MeshError(f"rank {other} is not reached: {error}", [other]) from error
+            with self._changed:
+                while missing := [r for r in range(rank + 1, len(addresses)) if (number, r) not in self._come]:
+                    if number <= self._void:
+                        raise MeshError("the exchange is void")
+                    if (left := deadline - time.monotonic()) <= 0:
+                        raise MeshError(f"ranks {missing} have not come", missing)
+                    self._changed.wait(left)
+                connected |= {r: self._come.pop((number, r)) for r in range(rank + 1, len(addresses))}
+        except BaseException:
+            for connection in connected.values():
+                connection.close()
+            raise
+        return connected
+
+
+@dataclass(eq=False)
+class MeshWork:
+    """Launched requests. gathered: of an all-reduce, this rank's piece, once it is reduced and sent."""
+
+    name: str
+    requests: tuple[Request, ...]
+    gathered: dict[int, Tensor] = field(default_factory=dict)
+
+
+class MeshTransport(GroupedTransport):
+    """A transport over one connection to each other rank. Each rank counts as a machine of its own.
+
+    Args:
+        rank: This rank.
+        connections: To each other rank.
+
+    Attributes:
+        deadline: When waiting ends, of time.monotonic(). It may be set anew for each exchange.
+
+    Raises MeshError in `launch`, `poll` and `wait` after a connection has failed, the deadline or `close`.
+    """
+
+    local_rank, local_size, point_to_point = 0, 1, True
+
+    def __init__(self, rank: int, connections: Mapping[int, socket.socket], deadline: float):
+        self.rank, self.size, self.deadline = rank, len(connections) + 1, deadline
+        self._connections = dict(connections)
+        self._received: dict[tuple[int, bytes], deque[bytearray]] = {}
+        self._changed = Condition()
+        self._reason: MeshError | None = None
+        self._queues: dict[int, SimpleQueue[tuple[bytes, Any] | None]] = {}
+        for other, connection in self._connections.items():
+            connection.settimeout(None)
+            self._queues[other] = SimpleQueue()
+            for work in (self._send, self._receive):
+                Thread(target=work, args=(other, connection), name="dgc-mesh", daemon=True).start()
+
+    def members(self, group: Group) -> list[int]:
+        return [self.rank] if group == "local" else list(range(self.size))
+
+    @property
+    def is_broken(self) -> bool:
+        return self._reason is not None
+
+    def close(self, reason: str = "the exchange is void", ranks: Sequence[int] = ()) -> None:
+        """End all that is in flight, also in other threads. The other ranks see it too."""
+        with self._changed:
+            if self._reason is not None:
+                return
+            self._reason = MeshError(reason, ranks)
+            self._changed.notify_all()
+        for queue in self._queues.values():
+            queue.put(None)
+        for connection in self._connections.values():
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
+
+    # --- threads ----------------------------------------------------------------------------------
+
+    def _send(self, other: int, connection: socket.socket) -> None:
+        try:
+            while (item := self._queues[other].get()) is not None:
+                key, data = item
+                connection.sendall(FRAME.pack(key, len(data), crc32(data)))
+                connection.sendall(data)
+        except OSError as error:
+            self.close(f"rank {other} is not reached: {error}", [other])
+
+    def _receive(self, other: int, connection: socket.socket) -> None:
+        head = bytearray(FRAME.size)
+        try:
+            while True:
+                receive_into(connection, memoryview(head))
+                key, length, checksum = FRAME.unpack(head)
+                data = bytearray(length)
+                receive_into(connection, memoryview(data))
+                if crc32(data) != checksum:
+                    raise ConnectionError("a message has a wrong checksum: it changed in transit")
+                with self._changed:
+                    self._received.setdefault((other, key), deque()).append(data)
+                    self._changed.notify_all()
+        except (OSError, MemoryError) as error:
+            self.close(f"rank {other} is not reached: {error}", [other])
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def launch(self, name: str, requests: Sequence[Request], communicator: str = "") -> MeshWork:
+        self._check()
+        work = MeshWork(name, tuple(requests))
+        for i, request in enumerate(requests):
+            for other, part in self._first_parts(request).items():
+                self._put(other, f"{name}.{i}", part)
+        return work
+
+    def _first_parts(self, request: Request) -> dict[int, Tensor]:
+        """What this rank sends to each other rank when a request is launched."""
+        others = [rank for rank in self.members(request.group) if rank != self.rank]
+        match request:
+            case AllGather(tensor):
+                return dict.fromkeys(others, tensor)
+            case AllReduce(tensor) | ReduceScatter(tensor):
+                pieces = self._pieces(request, tensor)
+                return {other: pieces[other] for other in others}
+            case AllToAll(tensor, splits):
+                parts = tensor.split(list(splits))
+                return {other: parts[other] for other in others}
+            case Broadcast(tensor, root):
+                return dict.fromkeys(others, tensor) if root == self.rank else {}
+            case Exchange(sends):
+                return {other: part for other, part in sends.items() if other != self.rank}
+            case _:
+                assert_never(request)
+
+    def _pieces(self, request: Request, tensor: Tensor) -> Sequence[Tensor]:
+        n, flat = len(self.members(request.group)), tensor.reshape(-1)
+        return flat.tensor_split(n) if isinstance(request, AllReduce) else flat.chunk(n)
+
+    def _put(self, other: int, name: str, part: Tensor) -> None:
+        data: Any = as_bytes(part.detach().cpu().contiguous()).numpy() if part.numel() else b""
+        self._queues[other].put((_key(name), memoryview(data)))
+
+    def poll(self, work: MeshWork) -> bool:
+        with self._changed:
+            self._check()
+            for i, request in enumerate(work.requests):
+                needed = [(other, _key(f"{work.name}.{i}")) for other in self._sources(request)]
+                if not all(self._received.get(key) for key in needed):
+                    return False
+                # the second half of an all-reduce begins in `wait`
+        return True
+
+    def _sources(self, request: Request) -> list[int]:
+        """The ranks from which this one receives something for a request."""
+        others = [rank for rank in self.members(request.group) if rank != self.rank]
+        match request:
+            case Broadcast(_, root):
+                return [] if root == self.rank else [root]
+            case Exchange(_, receives):
+                return [other for other in receives if other != self.rank]
+        return others
+
+    def wait(self, work: MeshWork) -> tuple[Reply, ...]:
+        # all pieces are reduced and sent before this rank waits for one
+        for i, request in enumerate(work.requests):
+            if isinstance(request, AllReduce) and len(self.members(request.group)) > 1:
+                work.gathered[i] = own = self._reduced(work, i, request, request.op)
+                for other in self._sources(request):
+                    self._put(other, f"{work.name}.{i}.mean", own)
+        return tuple(self._reply(work, i, request) for i, request in enumerate(work.requests))
+
+    def _reduced(self, work: MeshWork, i: int, request: Request, op: Op) -> Tensor:
+        """This rank's piece of a sum, in the order of the ranks."""
+        assert isinstance(request, AllReduce | ReduceScatter)
+        own = self._pieces(request, request.tensor)[self.rank]
+        total: Tensor | None = None
+        for rank in self.members(request.group):
+            part = own if rank == self.rank else self._take(rank, f"{work.name}.{i}", own)
+            if total is None:
+                total = part.clone()
+            elif op in ("mean", "sum"):
+                total += part
+            else:
+                total = torch.minimum(total, part) if op == "min" else torch.maximum(total, part)
+        assert total is not None
+        return total / self.size if op == "mean" else total
+
+    def _reply(self, work: MeshWork, i: int, request: Request) -> Reply:
+        ranks, name = self.members(request.group), f"{work.name}.{i}"
+        alone = len(ranks) == 1
+        match request:
+            case AllGather(tensor):
+                return tuple(tensor if rank == self.rank else self._take(rank, name, tensor) for rank in ranks)
+            case AllReduce(tensor):
+                if alone:
+                    return tensor
+                pieces = self._pieces(request, tensor)
+                return torch.cat(
+                    [
+                        work.gathered[i] if rank == self.rank else self._take(rank, f"{name}.mean", pieces[rank])
+                        for rank in ranks
+                    ]
+                ).view(tensor.shape)
+            case ReduceScatter(tensor, op):
+                return tensor if alone else self._reduced(work, i, request, op)
+            case AllToAll(tensor, splits):
+                parts = tensor.split(list(splits))
+                return tuple(
+                    parts[rank] if rank == self.rank else self._take(rank, name, tensor.new_empty(number))
+                    for rank, number in zip(ranks, request.expected, strict=True)
+                )
+            case Broadcast(tensor, root):
+                return tensor if root == self.rank else self._take(root, name, tensor)
+            case Exchange(sends, receives):
+                for other, buffer in receives.items():
+                    buffer.copy_(sends[other] if other == self.rank else self._take(other, name, buffer))
+                return receives
+            case _:
+                assert_never(request)
+
+    def _take(self, other: int, name: str, like: Tensor) -> Tensor:
+        """The next message of a rank, as a tensor like another one."""
+        key = other, _key(name)
+        with self._changed:
+            while not self._received.get(key):
+                self._check()
+                left = self.deadline - time.monotonic()
+                if left <= 0:
+                    raise MeshError(f"rank {other} has sent nothing in time", [other])
+                self._changed.wait(left)
+            data = self._received[key].popleft()
+            if not self._received[key]:
+                del self._received[key]
+        if len(data) != like.numel() * like.element_size():
+            raise MeshError(
+                f"rank {other} has sent {len(data)} bytes of {name}, not {like.numel() * like.element_size()}",
+                [other],
+            )
+        if not data:
+            return torch.empty_like(like)
+        return torch.frombuffer(data, dtype=torch.uint8).view(like.dtype).view(like.shape).to(like.device)
+
+    def _check(self) -> None:
+        if self._reason is not None:
+            raise MeshError(str(self._reason), self._reason.ranks)
+
+
+def _key(name: str) -> bytes:
+    return blake2b(name.encode(), digest_size=8).digest()

@@ -1,0 +1,315 @@
+"""Outer steps of a replica group that meets others in rounds: `OuterSteps` in which members come and go.
+
+The exchange of a round is the one of `dgc.local`, over a transport between the members of the round. What differs:
+
+- The pseudo-gradient is p - z, see dgc.groups.member. p is z0 as long as every outer step takes part in a round.
+- The fragments of a round, and the factor of the outer learning rate, follow from the number of the round, because
+  members have taken different numbers of steps.
+- With other members than before, the exchange is built again with the compressors' states by parameter name.
+"""
+
+import io
+import warnings
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from threading import RLock
+from typing import Any, Protocol
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from dgc.comm.mesh import MeshTransport
+from dgc.comm.meter import TrafficMeter
+from dgc.comm.requests import as_bytes
+from dgc.comm.transport import CrossMachineTransport, Transport
+from dgc.core.state import check_mapping, with_tensors
+from dgc.engine.agreement import describe
+from dgc.engine.state import named_methods
+from dgc.gossip.model import FlatModel
+from dgc.local.exchange import ERRORS as OWN_ERRORS
+from dgc.local.exchange import Flight, Fragment, OuterExchange
+from dgc.local.steps import OuterSteps
+
+ERRORS = (*OWN_ERRORS, "server_errors")  # a server loads its chunk, and sends the rest with the pseudo-gradient
+
+
+class Leads(Protocol):
+    """Connects a group with the others, see dgc.groups.connection."""
+
+    def begin(self, steps: "GroupSteps", inside: Transport, settings: str) -> None: ...
+    def join(self) -> None: ...
+    def outer_step(self) -> None: ...
+    def close(self) -> None: ...
+    def metrics(self) -> dict[str, float]: ...
+
+
+class GroupSteps(OuterSteps):
+    """The outer steps of a group. `dgc.groups.connect(address).method(OuterSteps(...))` makes it.
+
+    Raises:
+        ValueError: The outer steps have a base, a delay or alpha; or, by `start`, an outer optimizer that reads
+            the inner learning rate, or several ranks that are no group.
+    """
+
+    keeps_start = needs_common_start = False  # a group may begin with another model, and loads the one of the run
+
+    def __init__(self, steps: OuterSteps, groups: Leads):
+        if type(steps) is not OuterSteps:
+            raise ValueError(f"groups need a new dgc.local.OuterSteps, not {type(steps).__name__}")
+        vars(self).update(vars(steps))
+        if self.base is not None or self.delay or self.alpha:
+            raise ValueError("groups exchange without base, delay and alpha: leave them out")
+        self.groups, self.lock = groups, RLock()
+        self._has_begun = self.is_fresh = False
+        self._before: dict[str, Any] = {}  # the compressors' states before an exchange
+        self._shared: dict[str, Any] = {}  # what of them is common to all members, after the last committed round
+        self._epoch: int | None = None
+        self._mesh: MeshTransport | None = None
+        self._lr = 0.0
+
+    def start(self, model: FlatModel, transport: Transport, meter: TrafficMeter, name: str = "gossip") -> None:
+        if transport.size > 1:
+            raise ValueError(
+                f"{transport.size} ranks of a group would be workers of their own: use HierarchicalGossip("
+                "OuterSteps(...)) with connect(hierarchical=True), or ShardedLocalOptimizer, on one machine"
+            )
+        super().start(model, transport, meter, name)
+        self._alone, self._meter, self._name = transport, meter, f"{name}.outer"
+        self.replica_group = None  # the trainer's own restarts are inside a group
+        if any("inner_lr" in fragment.optimizer.defaults for fragment in self.fragments):
+            raise ValueError("SlowMo reads the learning rate, which differs between groups: use Nesterov()")
+        self._outer_factor(0)
+        self.p = self.z.clone()
+        self.s: Tensor | None = None
+        inside = transport.inner if isinstance(transport, CrossMachineTransport) else transport
+        shapes = [(segment.name, tuple(segment.shape)) for segment in model.segments]
+        own = {key: getattr(self, key) for key in ("average_every", "fragment_mb", "warmup_steps", "bucket_mb")}
+        own |= {"outer": self.outer, "schedule": self.outer_schedule, "momentum": self.averages_momentum}
+        settings = describe(**own, compression=self.compression.rules, shapes=shapes, ranks=inside.size)
+        self.groups.begin(self, inside, f"{crc32(repr(settings).encode()):08x}")
+
+    @property
+    def fragments(self) -> list[Fragment]:
+        return list(self.exchange.fragments)
+
+    def begin_epoch(self, epoch: int) -> None:
+        super().begin_epoch(epoch)
+        self._epoch = epoch
+
+    # --- one step ---------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def begin_step(self) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            self.model.gather()
+            for fragment in self.fragments:
+                fragment.restart(self.z)
+            self.p.copy_(self.z)
+            self.groups.join()
+            self.model.scatter()
+
+    def update(self, step: Callable[[], object], lr: float) -> None:
+        step()
+        self.model.gather()
+        self.steps, self._lr, self.is_fresh = self.steps + 1, lr, False
+        if self._due():
+            with torch.no_grad():
+                self.groups.outer_step()
+                self.model.scatter()
+
+    def plan(self, round: int) -> tuple[list[int], float | None]:
+        """The numbers of the fragments of a round, and the factor of the outer learning rate."""
+        count, H, warmup = len(self.fragments), self.average_every, self.warmup_steps
+        if round <= warmup:
+            return list(range(count)), self._outer_factor(round)
+        # of all steps after which a fragment is due, the first ones are in the warm-up
+        due = warmup // H * count + sum(i * H // count <= warmup % H for i in range(1, count))
+        number = due + round - warmup
+        return [number % count], self._outer_factor(number // count * H + number % count * H // count)
+
+    # --- the numbers of a member --------------------------------------------------------------------
+
+    def prepare(self, round: int) -> None:
+        self._before = self._compression()
+
+    def exchange_with(self, mesh: MeshTransport, round: int) -> int:
+        """The exchange of a round. Returns a digest of the common state and of the means.
+
+        Raises:
+            MeshError: It has failed.
+            ValueError: Settings differ.
+        """
+        if mesh is not self._mesh:
+            self._build(mesh, self._before)
+            self._mesh = mesh
+        fragments, factor = self.plan(round)
+        lr = None if round <= self.warmup_steps else self._lr
+        flight = Flight(fragments, round, lr, outer_factor=factor)
+        self.exchange.begin(flight, self.z, 1.0, start=self.p)
+        self.exchange.arrive()
+        digest = self.digest()
+        for number in fragments:
+            for _, _, mean in self.fragments[number].tensors:
+                digest = crc32(_bytes(mean), digest)
+        return crc32(str(flight.nonfinite).encode(), digest)
+
+    def commit(self, round: int) -> int:
+        flight = self.exchange.flight
+        assert flight is not None and flight.arrived, "nothing was exchanged"
+        parts = [segment for i in flight.fragments for segment, _, _ in self.fragments[i].tensors]
+        with self.lock:
+            own = None if self.s is None else self.z - self.s
+            self.exchange.land(0.0)
+            self._continue(own, parts)
+            self._share()
+        self.s = None
+        return self.digest()
+
+    def void(self) -> None:
+        self._mesh, self.s = None, None
+        self._build(self._alone, self._before)
+
+    def doubt(self) -> None:
+        self.s = self.z.clone()
+
+    def forget(self) -> None:
+        assert self.s is not None and self.exchange.flight is not None
+        for number in self.exchange.flight.fragments:
+            for segment, _, _ in self.fragments[number].tensors:
+                segment.of(self.p).copy_(segment.of(self.s))
+        self._mesh, self.s = None, None
+        self._build(self._alone, self._without_errors(self._before))
+
+    def heal(self, state: Any, keeps: bool) -> int:
+        check_mapping("the state of another member", state)
+        with self.lock:
+            own = self.z - self.p if keeps else None
+            tables = self._compression() if keeps else self._without_errors(self._compression())
+            for name, table in state["shared"].items():
+                tables[name] = {**tables.get(name, {}), **table}
+            self._build(self._alone, tables)
+            if not keeps and any(bool(error.any()) for error in self.exchange.errors()):
+                raise ValueError(f"a compressor keeps what it has not sent in other tables than {ERRORS}")
+            full = {"z0": state["z0"], "outer": state["outer"], "means": {}, "flight": None}
+            self.exchange.load_state_dict({**full, "compression": tables, "dropped": self.exchange.dropped})
+            for fragment in self.fragments:
+                fragment.merge(0.0)
+            self._continue(own, [segment for f in self.fragments for segment, _, _ in f.tensors])
+            self._share()
+        self._mesh = None
+        return self.digest()
+
+    def _continue(self, own: Tensor | None, parts: list[Any]) -> None:
+        """Count progress from the new z0 of some tensors on, and add what was trained since the exchange."""
+        for segment in parts:
+            segment.of(self.p).copy_(segment.of(self.z))
+            if own is not None:
+                segment.of(self.z).add_(segment.of(own))
+
+    # --- states -----------------------------------------------------------------------------------
+
+    def _build(self, transport: Transport, tables: Mapping[str, Any]) -> None:
+        """Build the exchange again, over another transport, with these states of the compressors."""
+        dropped, fragments = self.exchange.dropped, self.exchange.fragments
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # `start` has warned
+            self.exchange = OuterExchange(fragments, transport, self._meter, self._name)
+        self._senders, self.exchange.dropped = self.exchange.states, dropped
+        for name, states in named_methods(self.exchange.states).items():
+            if self._epoch is not None:
+                states.begin_epoch(self._epoch)
+            states.load_state_dict(tables[name])
+
+    def _compression(self) -> dict[str, Any]:
+        states = named_methods(self.exchange.states)
+        return {name: with_tensors(torch.clone, own.state_dict()) for name, own in states.items()}
+
+    @staticmethod
+    def _without_errors(compression: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            name: {
+                table: with_tensors(torch.zeros_like, values) if table in ERRORS else values
+                for table, values in tables.items()
+            }
+            for name, tables in compression.items()
+        }
+
+    def _share(self) -> None:
+        self._shared = {
+            name: {table: values for table, values in tables.items() if table not in ERRORS}
+            for name, tables in self._compression().items()
+        }
+
+    def digest(self) -> int:
+        """A digest of z0 and of the outer optimizer's state."""
+        found = 0
+        for fragment in self.fragments:
+            for segment, z0, _ in fragment.tensors:
+                found = crc32(_bytes(z0), found)
+                for key, value in sorted(fragment.optimizer.state.get(z0, {}).items()):
+                    content = _bytes(value) if isinstance(value, Tensor) else repr(value).encode()
+                    found = crc32(content, crc32(f"{segment.name} {key}".encode(), found))
+        return found
+
+    def committed_state(self) -> dict[str, Any]:
+        """The state of the last committed round, which other members load."""
+        tensors = {s.name: (f.optimizer.state.get(z0, {}), z0) for f in self.fragments for s, z0, _ in f.tensors}
+        return {
+            "z0": {name: z0.cpu().clone() for name, (_, z0) in tensors.items()},
+            "outer": {name: with_tensors(_on_host, deepcopy(dict(state))) for name, (state, _) in tensors.items()},
+            "shared": with_tensors(_on_host, self._shared),
+        }
+
+    # --- the interface of a method ----------------------------------------------------------------
+
+    def synchronize_messages(self) -> None:
+        """Nothing is in flight between outer steps, except what waits for a decision."""
+
+    def flush(self) -> None:
+        """As `synchronize_messages`."""
+
+    def join(self) -> None:
+        raise ValueError("groups join by themselves, before their first step")
+
+    def metrics(self) -> dict[str, float]:
+        return {**super().metrics(), **self.groups.metrics()}
+
+    def close(self) -> None:
+        self.groups.close()
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        """Load a checkpoint. The progress in it may have been exchanged since: the group begins from z0."""
+        super()._load(state)
+        self.exchange.flight = None
+        self._build(self._alone, self._without_errors(self._compression()))
+        for fragment in self.fragments:
+            fragment.merge(0.0)
+        self.model.scatter()
+        self._has_begun = False
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().clone()
+
+
+def _bytes(tensor: Tensor) -> Any:
+    return as_bytes(tensor.detach().cpu().contiguous()).numpy() if tensor.numel() else b""
+
+
+def pack(content: Mapping[str, Any]) -> bytes:
+    """A state as bytes, which `unpack` reads without running code of it."""
+    buffer = io.BytesIO()
+    torch.save(dict(content), buffer)
+    return buffer.getvalue()
+
+
+def unpack(data: bytes | bytearray, device: torch.device) -> dict[str, Any]:
+    """The content of `pack`. Raises ValueError if it is damaged."""
+    try:
+        content = torch.load(io.BytesIO(data), map_location=device, weights_only=True)
+    except Exception as error:
+        raise ValueError(f"the state of a member is damaged: {error}") from error
+    check_mapping("the state of a member", content)
+    return dict(content)

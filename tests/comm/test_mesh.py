@@ -1,0 +1,260 @@
+"""The transport over connections between every two ranks: replies, failures, and its first lines."""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from environment import patient
+
+from dgc.comm.lines import LineClient, LineServer
+from dgc.comm.lockstep import execute
+from dgc.comm.mesh import (
+    Listener,
+    Meeting,
+    MeshError,
+    MeshTransport,
+    dial,
+    read_line,
+    receive_stream,
+    send_stream,
+)
+from dgc.comm.requests import AllGather, AllReduce, AllToAll, Broadcast, Exchange, ReduceScatter
+
+
+def meshes(size: int, seconds: float = 20) -> list[MeshTransport]:
+    meetings = [Meeting() for _ in range(size)]
+    listeners = [Listener({"mesh": meeting.arrive}) for meeting in meetings]
+    addresses, deadline = [listener.address for listener in listeners], time.monotonic() + patient(seconds)
+    with ThreadPoolExecutor(size) as pool:
+        work = [pool.submit(meetings[r].connect_all, 1, r, addresses, deadline) for r in range(size)]
+        made = [MeshTransport(r, of.result(), deadline) for r, of in enumerate(work)]
+    for listener in listeners:
+        listener.close()
+    return made
+
+
+def numbers(rank: int, count: int, dtype: torch.dtype = torch.float32) -> Any:
+    return (torch.randn(count, generator=torch.Generator().manual_seed(rank)) * 50).to(dtype)
+
+
+def to_neighbour(rank: int, size: int) -> Exchange:
+    before, after = (rank - 1) % size, (rank + 1) % size
+    return Exchange({after: numbers(rank, 4)}, {before: torch.empty(4)})
+
+
+REQUESTS: dict[str, Callable[[int, int], Any]] = {
+    "mean": lambda rank, size: AllReduce(numbers(rank, 7)),
+    "mean of fewer elements than ranks": lambda rank, size: AllReduce(numbers(rank, 1)),
+    "mean of none": lambda rank, size: AllReduce(numbers(rank, 0)),
+    "sum of a matrix": lambda rank, size: AllReduce(numbers(rank, 12).view(3, 4), "sum"),
+    "max of integers": lambda rank, size: AllReduce(numbers(rank, 5, torch.int64), "max"),
+    "min": lambda rank, size: AllReduce(numbers(rank, 5), "min"),
+    "bytes": lambda rank, size: AllGather(numbers(rank, 9, torch.uint8)),
+    "half precision": lambda rank, size: AllGather(numbers(rank, 9, torch.bfloat16)),
+    "shares": lambda rank, size: ReduceScatter(numbers(rank, 4 * size)),
+    "broadcast": lambda rank, size: Broadcast(numbers(rank, 3), size - 1),
+    "all to all": lambda rank, size: AllToAll(
+        numbers(rank, size * (rank + 1)), (rank + 1,) * size, receives=tuple(range(1, size + 1))
+    ),
+    "exchange": to_neighbour,
+}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_replies_have_the_bits_of_simulated_ranks(size: int) -> None:
+    """All kinds in one round, twice under the same name."""
+    every = meshes(size)
+    kinds = [name for name in REQUESTS if size > 1 or name != "exchange"]
+    expected = [execute([REQUESTS[name](rank, size) for rank in range(size)]) for name in kinds]
+
+    def on(mesh: MeshTransport) -> Any:
+        for _ in range(2):
+            replies = mesh.wait(mesh.launch("x", [REQUESTS[name](mesh.rank, size) for name in kinds]))
+        return replies
+
+    with ThreadPoolExecutor(size) as pool:
+        found = list(pool.map(on, every))
+    for replies, rank in zip(found, range(size), strict=True):
+        for reply, of_ranks, name in zip(replies, expected, kinds, strict=True):
+            torch.testing.assert_close(reply, of_ranks[rank], rtol=0, atol=0, msg=name)
+    for mesh in every:
+        mesh.close()
+
+
+def test_any_thread_can_end_a_wait() -> None:
+    one, other = meshes(2)
+    threading.Timer(0.2, one.close).start()
+    with pytest.raises(MeshError, match="is void"):
+        one.wait(one.launch("x", [AllGather(numbers(0, 3))]))
+    with pytest.raises(MeshError, match="rank 0 is not reached") as caught:
+        other.wait(other.launch("y", [AllGather(numbers(0, 3))]))
+    assert caught.value.ranks == (0,)
+
+
+def test_a_wait_ends_at_its_deadline() -> None:
+    one, other = meshes(2)
+    one.deadline = time.monotonic() + 0.2
+    with pytest.raises(MeshError, match="rank 1 has sent nothing in time"):
+        one.wait(one.launch("x", [AllGather(numbers(0, 3))]))
+    one.close()
+    other.close()
+
+
+def test_a_message_of_another_length_is_refused() -> None:
+    one, other = meshes(2)
+    other.launch("x", [AllGather(numbers(1, 4))])
+    with pytest.raises(MeshError, match="rank 1 has sent 16 bytes of x.0, not 12"):
+        one.wait(one.launch("x", [AllGather(numbers(0, 3))]))
+    one.close()
+    other.close()
+
+
+def test_ranks_that_do_not_come_are_named() -> None:
+    meeting = Meeting()
+    with pytest.raises(MeshError) as caught:
+        meeting.connect_all(1, 0, [("127.0.0.1", 1)] * 3, time.monotonic() + 0.2)
+    assert caught.value.ranks == (1, 2)
+    with pytest.raises(MeshError) as caught:
+        meeting.connect_all(1, 1, [("127.0.0.1", 1)] * 2, time.monotonic() + patient(5))
+    assert caught.value.ranks == (0,)
+
+
+def test_a_void_exchange_ends_the_wait_for_its_ranks() -> None:
+    meeting = Meeting()
+    threading.Timer(0.2, meeting.void, [1]).start()
+    with pytest.raises(MeshError, match="is void"):
+        meeting.connect_all(1, 0, [("127.0.0.1", 1)] * 2, time.monotonic() + patient(20))
+
+
+STRANGE = {
+    "nothing": b"",
+    "an empty line": b"\n",
+    "a list": b"[]\n",
+    "another wish": b'{"want": "x"}\n',
+    "no number": b'{"want": "mesh"}\n',
+    "no end": b"x" * 9000,
+}
+
+
+@pytest.mark.parametrize("first", STRANGE.values(), ids=STRANGE)
+def test_connections_of_others_are_closed(first: bytes) -> None:
+    meeting = Meeting()
+    listener = Listener({"mesh": meeting.arrive})
+    with socket.create_connection(listener.address) as own:
+        own.settimeout(patient(20))
+        own.sendall(first)
+        own.shutdown(socket.SHUT_WR)
+        with suppress(ConnectionResetError):
+            assert own.recv(1) == b""
+    with dial(listener.address, patient(5), want="mesh", number=1, rank=0) as own:
+        own.settimeout(patient(20))
+        meeting.void(1)
+        assert own.recv(1) == b""  # it was taken, and is void
+    listener.close()
+
+
+@pytest.mark.parametrize("place", [0, 5, -1])
+def test_a_changed_part_of_a_stream_is_found(place: int) -> None:
+    class Changes:
+        """Sends with one bit changed."""
+
+        def __init__(self, own: socket.socket):
+            self._own, self.sent = own, bytearray()
+
+        def sendall(self, data: Any) -> None:
+            self.sent += data
+
+    one, other = socket.socketpair()
+    data, changing = bytes(range(256)) * 10, Changes(one)
+    send_stream(changing, data)  # type: ignore[arg-type]
+    one.sendall(changing.sent)
+    assert receive_stream(other, len(data), lambda _: None) == data
+    changing.sent[place] ^= 4
+    one.sendall(changing.sent)
+    one.close()
+    with pytest.raises(ConnectionError):
+        receive_stream(other, len(data), lambda _: None)
+    other.close()
+
+
+def test_first_lines_are_json() -> None:
+    found: list[Any] = []
+
+    def keep(first: Any, connection: socket.socket) -> None:
+        found.append(first)
+        connection.sendall(b"7\n")
+        connection.close()
+
+    listener = Listener({"state": keep})
+    with dial(listener.address, patient(5), want="state", part=3) as own:
+        assert json.loads(read_line(own)) == 7
+    assert found == [{"want": "state", "part": 3}]
+    listener.close()
+
+
+class Echo:
+    """A server that answers each line, with clients that are dropped by a word."""
+
+    def __init__(self) -> None:
+        self.server = LineServer(0, "127.0.0.1", beat=0.05)
+        self.gone = 0
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        def line(client: socket.socket, text: bytes) -> None:
+            if text == b"drop":
+                self.server.drop(client)
+            elif text != b"sign":
+                self.server.send(client, text.upper())
+
+        def gone(client: socket.socket) -> None:
+            self.gone += 1
+
+        self.server.run(line, gone, lambda: None)
+
+    def client(self, lost: float = 5) -> LineClient:
+        address = "127.0.0.1", self.server.port
+        return LineClient(address, patient(5), b"sign", 0.05, patient(lost), lambda text: None)
+
+    def stop(self) -> None:
+        self.server.close()
+        self._thread.join(patient(4))
+
+
+def test_lines_arrive_in_order() -> None:
+    echo = Echo()
+    own = echo.client()
+    for text in (b"a", b"b" * 70000, b"c"):
+        own.send(text)
+    assert [own.receive(time.monotonic() + patient(5)) for _ in range(3)] == [b"A", b"B" * 70000, b"C"]
+    assert own.receive(time.monotonic() + 0.1) is None and own.is_open
+    own.close()
+    echo.stop()
+
+
+def test_both_sides_see_the_end_of_a_connection() -> None:
+    echo = Echo()
+    own = echo.client()
+    own.send(b"drop")
+    assert own.receive(time.monotonic() + patient(20)) is None and not own.is_open
+    own = echo.client()
+    own.close()
+    end = time.monotonic() + patient(20)
+    while echo.gone < 2 and time.monotonic() < end:
+        time.sleep(0.02)
+    assert echo.gone == 2
+    echo.stop()
+
+
+def test_a_silent_server_counts_as_lost() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        own = LineClient(silent.getsockname(), patient(5), b"sign", 0.05, 0.2, lambda text: None)
+        assert own.receive(time.monotonic() + patient(20)) is None and not own.is_open

@@ -1,0 +1,287 @@
+"""Groups that meet over real connections: as local steps without faults, and with groups that come, go and lag."""
+
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from environment import patient
+from gossip import networks as nets
+from groups.sites import Post, Site, all_step, momentum, post, together, until
+from local.test_outer_steps import COMPRESSIONS
+from optim.nets import loss_of, net
+
+from dgc.comm.lockstep import LockstepWorld
+from dgc.gossip import SGP, HierarchicalGossip
+from dgc.groups import connect
+from dgc.local import Nesterov, OuterSteps, Ramp, SlowMo
+from dgc.optim import LocalOptimizer
+
+pytestmark = pytest.mark.usefixtures("no_type_checks")
+METHODS: dict[str, Callable[[], OuterSteps]] = {
+    **{name: partial(lambda make: OuterSteps(2, compression=make()), make) for name, make in COMPRESSIONS.items()},
+    "diloco": lambda: OuterSteps(2, outer=Nesterov()),
+    "fragments": lambda: OuterSteps(4, outer=Nesterov(), **nets.IN_TWO_PARTS),
+    "ramp": lambda: OuterSteps(4, **nets.IN_TWO_PARTS, outer_schedule=Ramp(0.4, 1.0, 9)),
+    "warm-up": lambda: OuterSteps(4, outer=Nesterov(), warmup_steps=3, **nets.IN_TWO_PARTS),
+    "momentum": lambda: OuterSteps(2, outer=Nesterov(), compression=nets.top_k(), average_momentum=True),
+}
+
+
+@pytest.fixture
+def led(tmp_path: Path) -> Iterator[Post]:
+    with post(tmp_path) as own:
+        yield own
+
+
+def sites(led: Post, count: int, make: Callable[[], OuterSteps], first: int = 0, **options: Any) -> list[Site]:
+    return [Site(led.address, first + i, make(), **options) for i in range(count)]
+
+
+def close(*every: Site) -> None:
+    for site in every:
+        site.own.close()
+
+
+def on_rank(transport: Any, make: Callable[[], OuterSteps], steps: int) -> Any:
+    model = net()
+    own = LocalOptimizer(momentum(model), model.named_parameters(), make(), transport=transport)
+    for step in range(steps):
+        own.zero_grad()
+        loss_of(model, step, transport.rank).backward()
+        own.step()
+    return own.model.z.clone()
+
+
+def trained_alone(number: int, steps: int) -> torch.Tensor:
+    """The model after some steps with the data of a group."""
+    model = net()
+    optimizer = momentum(model)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, step, number).backward()
+        optimizer.step()
+    return torch.cat([p.detach().view(-1) for p in model.parameters()])
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_without_faults_groups_have_the_bits_of_local_steps(name: str, led: Post) -> None:
+    expected = LockstepWorld(2).run(partial(on_rank, make=METHODS[name], steps=9))
+    every = sites(led, 2, METHODS[name])
+    together(*(site.begin for site in every))
+    assert nets.same(all_step(every, 9), expected)
+    close(*every)
+
+
+def digests(*every: Site) -> set[Any]:
+    return {(site.groups.tag, site.groups.digest) for site in every}
+
+
+@pytest.mark.parametrize("name", ["dense", "2 bits", "rank 1", "4 bits", "fragments"])
+def test_a_group_that_joins_takes_part_in_the_next_round(name: str, tmp_path: Path) -> None:
+    """It begins with other weights."""
+    with post(tmp_path, quorum=1, grace=patient(5)) as led:
+        every = sites(led, 2, METHODS[name])
+        together(*(site.begin for site in every))
+        all_step(every, 4)
+        late = Site(led.address, 7, METHODS[name](), seed=3)
+        late.begin()
+        assert late.groups.tag == every[0].groups.tag and late.groups.healed is not None
+        assert len(digests(*every, late)) == 1
+        assert torch.equal(z0(late), z0(every[0]))
+        all_step([*every, late], 4)
+        assert len(digests(*every, late)) == 1 and len(late.groups.members) == 3
+        close(*every, late)
+
+
+def z0(site: Site) -> torch.Tensor:
+    found = site.method.committed_state()["z0"]
+    return torch.cat([found[s.name].view(-1) for s in site.own.model.segments])
+
+
+@pytest.mark.parametrize("name", ["dense", "2 bits", "rank 1", "signs"])
+def test_the_others_go_on_with_their_residuals_if_a_group_leaves(name: str, led: Post) -> None:
+    every = sites(led, 3, METHODS[name])
+    together(*(site.begin for site in every))
+    all_step(every, 4)
+    residuals = [[error.clone() for error in site.method.errors()] for site in every]
+    close(every.pop())
+    until(lambda: len(led.server.coordinator.members) == 2)
+    all_step(every, 1)
+    for site, before in zip(every, residuals, strict=False):
+        assert nets.same(list(site.method.errors()), before)
+    all_step(every, 1)
+    assert len(digests(*every)) == 1 and len(every[0].groups.members) == 2
+    close(*every)
+
+
+def test_a_group_that_missed_rounds_keeps_its_young_progress(tmp_path: Path) -> None:
+    with post(tmp_path, quorum=1, grace=0.0) as led:
+        early, late = sites(led, 2, lambda: OuterSteps(2))
+        together(early.begin, late.begin)
+        start = late.z
+        late.steps(1)
+        early.steps(4)
+        before = z0(early)
+        late.steps(1)
+        assert any("2 rounds were missed: its own steps are kept" in text for text in late.told)
+        assert late.groups.tag.round == early.groups.tag.round + 1
+        alone = trained_alone(1, 2) - start
+        torch.testing.assert_close(z0(late), before + alone, rtol=0, atol=1e-6)
+        close(early, late)
+
+
+def test_old_progress_is_dropped_and_said(tmp_path: Path) -> None:
+    with post(tmp_path, quorum=1, grace=0.0) as led:
+        early, late = sites(led, 2, lambda: OuterSteps(2), max_staleness=1)
+        together(early.begin, late.begin)
+        late.steps(1)
+        early.steps(8)
+        late.steps(1)
+        assert any("4 rounds were missed: its own steps since then are dropped" in text for text in late.told)
+        assert torch.equal(late.z, z0(late))
+        close(early, late)
+
+
+def test_without_a_coordinator_a_group_trains_alone_and_meets_the_others_later(tmp_path: Path) -> None:
+    with post(tmp_path) as led:
+        every = sites(led, 2, lambda: OuterSteps(2))
+        together(*(site.begin for site in every))
+        all_step(every, 2)
+        led.stop()
+        start = time.monotonic()
+        alone = all_step(every, 4)
+        assert time.monotonic() - start < patient(4) and not torch.equal(*alone)
+        led.start()
+        all_step(every, 2)
+        assert led.round == 2 and len(digests(*every)) == 1 and nets.same([every[0].z], [every[1].z])
+        close(*every)
+
+
+def test_a_group_begins_again_with_the_state_on_its_disk(tmp_path: Path) -> None:
+    make, folders = METHODS["diloco"], [tmp_path / "0", tmp_path / "1"]
+    with post(tmp_path) as led:
+        every = [Site(led.address, i, make(), folder=folder) for i, folder in enumerate(folders)]
+        together(*(site.begin for site in every))
+        all_step(every, 4)
+        before, tag = z0(every[0]), every[0].groups.tag
+        close(*every)
+        led.stop()
+        led.start()
+        again = [Site(led.address, i, make(), folder=folder, seed=5) for i, folder in enumerate(folders)]
+        together(*(site.begin for site in again))
+        assert again[0].groups.tag == tag and again[0].groups.healed is None
+        assert nets.same([z0(site) for site in again], [before, before])
+        all_step(again, 2)
+        assert led.round == tag.round + 1 and len(digests(*again)) == 1
+        close(*again)
+
+
+def test_a_damaged_file_is_not_used(tmp_path: Path) -> None:
+    with post(tmp_path) as led:
+        every = [Site(led.address, i, OuterSteps(2), folder=tmp_path / str(i)) for i in range(2)]
+        together(*(site.begin for site in every))
+        all_step(every, 2)
+        close(every[1])
+        file = tmp_path / "1" / "rank0.pt"
+        content = bytearray(file.read_bytes())
+        content[-9] ^= 1
+        file.write_bytes(content)
+        again = Site(led.address, 1, OuterSteps(2), folder=tmp_path / "1", seed=4)
+        again.begin()
+        assert any("is damaged" in text for text in again.told)
+        assert again.groups.healed is not None and len(digests(every[0], again)) == 1
+        close(every[0], again)
+
+
+def test_a_checkpoint_continues_from_the_common_model_and_without_a_residual(led: Post) -> None:
+    every = sites(led, 2, METHODS["2 bits"])
+    together(*(site.begin for site in every))
+    all_step(every, 3)
+    state = every[0].own.compression_state_dict()
+    close(every[0])
+    again = Site(led.address, 0, METHODS["2 bits"]())
+    again.own.load_compression_state_dict(state)
+    again.begin()
+    assert len(digests(every[1], again)) == 1 and torch.equal(again.z, z0(every[1]))
+    assert not any(bool(error.any()) for error in again.method.errors())
+    close(every[1], again)
+
+
+def test_a_group_with_other_settings_is_refused(led: Post) -> None:
+    one, other = Site(led.address, 0, OuterSteps(2)), Site(led.address, 1, OuterSteps(3))
+    one.begin()
+    with pytest.raises(ValueError, match="other settings of its outer steps"):
+        other.begin()
+    close(one, other)
+
+
+def test_a_gradient_with_nan_drops_the_round_on_all_groups(led: Post) -> None:
+    every = sites(led, 2, METHODS["top-k"])
+    together(*(site.begin for site in every))
+    before = all_step(every, 2)[0]
+    with torch.no_grad():
+        next(every[0].model.parameters()).fill_(float("nan"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        all_step(every, 2)
+    assert nets.same([site.z for site in every], [before, before]) and len(digests(*every)) == 1
+    assert all(site.method.metrics()["dropped_outer_steps"] == 1 for site in every)
+    close(*every)
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "gossip": (SGP, "groups meet in outer steps"),
+    "gossip between": (lambda: HierarchicalGossip(SGP()), "groups meet in outer steps"),
+    "base": (lambda: OuterSteps(2, SGP()), "without base, delay and alpha"),
+    "delay": (lambda: OuterSteps(4, delay=1), "without base, delay and alpha"),
+    "slowmo": (lambda: OuterSteps(4, outer=SlowMo()), "SlowMo reads the learning rate"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_methods_that_cannot_meet_are_refused(name: str) -> None:
+    make, reason = REFUSED[name]
+    with pytest.raises(ValueError, match=reason):
+        Site("127.0.0.1:1", 0, make())
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"address": "host:x"}, {"address": ":1"}, {"name": "a b"}, {"max_staleness": -1}]
+)
+def test_arguments_that_cannot_work_are_refused(arguments: Any) -> None:
+    with pytest.raises(ValueError):
+        connect(**{"address": "127.0.0.1:1", **arguments})
+
+
+def on_place(transport: Any, address: str, group: int, steps: int, groups: bool) -> torch.Tensor:
+    """A rank of a group of two. Without groups: of two machines of two ranks."""
+    model = net()
+    own: Any = connect(address, name=f"g{group}", log=lambda text: None) if groups else None
+    method = HierarchicalGossip(OuterSteps(2, outer=Nesterov(), compression=nets.top_k()))
+    named = model.named_parameters()
+    optimizer = LocalOptimizer(momentum(model), named, method, transport=transport, groups=own)
+    number = 2 * group + transport.rank if groups else transport.rank
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, step, number).backward()
+        optimizer.step()
+    optimizer.zero_grad()  # the slices of a machine are gathered here
+    z = optimizer.model.z.clone()
+    optimizer.close()
+    return z
+
+
+def test_groups_of_several_ranks_have_the_bits_of_machines(led: Post) -> None:
+    expected = LockstepWorld(4, local_size=2).run(partial(on_place, address="", group=0, steps=7, groups=False))
+
+    def group(number: int) -> Any:
+        body = partial(on_place, address=led.address, group=number, steps=7, groups=True)
+        return LockstepWorld(2).run(body)
+
+    found = together(partial(group, 0), partial(group, 1))
+    assert nets.same([*found[0], *found[1]], expected)
