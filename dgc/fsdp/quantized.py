@@ -1,4 +1,4 @@
-"""FSDP2 over all machines with quantized collectives: gradients in 16, 8 or 4 bits, weights in 8.
+"""FSDP2 over all machines with quantized collectives: gradients in 16, 8 or 4 bits, weights in 8 or 4.
 
     for layer in model.layers:
         fully_shard(layer)
@@ -16,6 +16,7 @@ sharded parameter is not rounded: the optimizer and checkpoints see it alone. e 
 elements, in blocks of 8 bits. Forward and backward gather the same bits, because rounding has no state.
 
 Gradients of 16 bits are numbers of bfloat16, which are added in fp32. They have no error, unless it is asked for.
+Weights of 4 bits are differences to the weights that were gathered last (dgc.fsdp.differences).
 
 Every row of gradients has a header that says whether its rank has NaN or inf. All ranks have the headers of all
 others when backward ends, and drop the step together, without a further message. e changes at the end of backward.
@@ -28,7 +29,7 @@ the next one has been launched, and the last one at the end of backward, unless 
 
 Payload of a group in bytes, for parameters whose shards, with padding, have m_p elements: N (24 + R) for gradients
 and 24 + R for weights, where R, rounded up to 8, is the sum over p of ceil(m_p / size) (2 + size bits / 8), or of
-2 m_p with 16 bits.
+2 m_p with 16 bits. Weights of 4 bits are sent in forward alone, and the first time in full.
 
 Sources: qgZ and qwZ of ZeRO++ (Wang et al. 2023, arXiv 2306.10209, section 3), and the 8-bit error of LoCo (Xie et
 al. 2024, arXiv 2407.04480, Algorithm 1).
@@ -49,6 +50,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
 
 import dgc.kernels as kernels
 from dgc.comm.collectives import all_gather_object, all_reduce
@@ -61,13 +63,15 @@ from dgc.core.protocol import NonFiniteGradientError
 from dgc.core.state import check_mapping, check_tensor
 from dgc.engine.drops import DropPolicy, check_nonfinite
 from dgc.engine.loop import LossScale
-from dgc.engine.steps import AwaitedStep, BackwardPass, check_not_running
+from dgc.engine.steps import AwaitedStep, BackwardPass, after_steps, before_steps, check_not_running
+from dgc.fsdp.differences import FP16, LastGathered, Sends
 from dgc.fsdp.shards import ParameterGroup, Place, check_sharded, parameter_groups, sharded_like
 from dgc.kernels import BlockCode, usable
 
+TABLES = {"errors", "ranks", "counts", "weights", "current"}  # of the state
 UNUSABLE = "{name} on rank {rank} has NaN or inf, or is 2**64 or more"
-FP16 = torch.finfo(torch.float16).max
 WEIGHTS = ERROR = BlockCode(8, 256)
+DIFFERENCES = BlockCode(4, 128)
 TAG = 8 << 20  # of the messages of the first group
 # FSDP2 divides fp16 gradients by a factor that depends on the number of ranks before it sums them
 TYPES = {
@@ -251,12 +255,23 @@ class _ReduceScatter(_Collective):
 
 
 class _AllGather(_Collective):
-    """The all-gather of weights."""
+    """The all-gather of weights.
+
+    last: What was gathered last, to which it sends differences. None: it sends weights.
+    """
+
+    def __init__(
+        self, owner: "FSDPQuantizer", group: ParameterGroup, layout: _RowLayout, last: LastGathered | None
+    ):
+        super().__init__(owner, group, layout, "weights")
+        self.last = last
+        self._running: _Gathering | None = None
+        self._in_full = envelope(self._what, layout.row, 1.0, "weights in full")
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
     ) -> dist.Work | None:
-        layout, owner, others = self.layout, self._owner, group.size() - 1
+        layout, owner, last, others = self.layout, self._owner, self.last, group.size() - 1
         if others != layout.ranks - 1:  # the second gather of reshard_after_forward=L, of rounded values
             owner.count(input_tensor.nbytes, others * input_tensor.nbytes, others * input_tensor.nbytes)
             work: dist.Work | None = dist.all_gather_single(
@@ -264,34 +279,68 @@ class _AllGather(_Collective):
             )
             return work
         self._check(input_tensor, layout.numel)
-        backend = kernels.of(input_tensor)
+        if self._running is not None:  # which FSDP2 has not waited for, if an exception came between
+            self._running.wait()
+        sends = Sends.SHARD if last is None else last.next(input_tensor)
+        if last is not None and sends is Sends.NOTHING:
+            assert last.rows is not None
+            owner.meter.dense_wire_bytes += others * input_tensor.nbytes
+            owner.meter.dense_cross_wire_bytes += others * input_tensor.nbytes
+            output_tensor.copy_(last.rows)
+            return None
+        backend, is_whole = kernels.of(input_tensor), last is not None and sends is Sends.SHARD
+        nbytes, sealed = (input_tensor.nbytes, self._in_full) if is_whole else (layout.row_bytes, self._envelope)
         with owner.meter.timing("compress", self._what):
             v = torch.empty(layout.numel, dtype=torch.float32, device=input_tensor.device)
             first_nonfinite = backend.selection.assign_((input_tensor,), v)
-            (payload,), room = blank(1, layout.row_bytes, v)
-            backend.blocks.encode_(v, layout.row, layout.code, room, False)
-            self._envelope.seal_(payload, first_nonfinite)
+            if last is not None:
+                last.begin(input_tensor)
+            (payload,), room = blank(1, nbytes, v)
+            if is_whole:
+                room.copy_(v.to(input_tensor.dtype).view(torch.uint8)[None])
+            else:
+                if last is not None:
+                    last.difference_(v, group.rank())
+                backend.blocks.encode_(v, layout.row, layout.code, room, False)
+            sealed.seal_(payload, first_nonfinite)
         arrived = payload.new_empty(layout.ranks, payload.numel())
         with owner.meter.timing("launch", self._what):
             work = dist.all_gather_single(arrived.view(-1), payload, group=group, async_op=payload.is_cpu)
         owner.count(payload.nbytes, others * payload.nbytes, others * input_tensor.nbytes)
 
         def finish() -> None:
-            opened = self._envelope.open(arrived.unbind(), layout.row_bytes)
-            owner.report(self, opened)
-            # the input is a part of the output
-            out = output_tensor if output_tensor.dtype == torch.float32 else output_tensor.float()
-            backend.blocks.decode(opened.contents, layout.rows, layout.code, 1, (out,))
-            if out is not output_tensor:
-                if output_tensor.dtype == torch.float16:  # the scale of a block is rounded up, to 65536 too
-                    out.clamp_(-FP16, FP16)
-                output_tensor.copy_(out)
+            opened = sealed.open(arrived.unbind(), nbytes)
+            try:
+                owner.report(self, opened)
+            except RuntimeError:
+                if last is not None:
+                    last.rows = None  # begin again with the weights in full
+                raise
+            if last is None:
+                self._decode(opened.contents, output_tensor)
+            elif is_whole:
+                parts = [part.view(output_tensor.dtype) for part in opened.contents]
+                last.rows = torch.cat(parts)
+                output_tensor.copy_(last.rows)
+            else:
+                differences = torch.empty(output_tensor.numel(), dtype=torch.float32, device=arrived.device)
+                backend.blocks.decode(opened.contents, layout.rows, layout.code, 1, (differences,))
+                output_tensor.copy_(last.add(differences, output_tensor.dtype))
 
-        gathering = _Gathering(self._what, owner.meter, work, finish)
+        self._running = _Gathering(self._what, owner.meter, work, finish)
         if work is not None:
-            return gathering
-        gathering.finish()
+            return self._running
+        self._running.wait()
         return None
+
+    def _decode(self, contents: Sequence[Tensor], output: Tensor) -> None:
+        # the input is a part of the output
+        out = output if output.dtype == torch.float32 else output.float()
+        kernels.of(out).blocks.decode(contents, self.layout.rows, self.layout.code, 1, (out,))
+        if out is not output:
+            if output.dtype == torch.float16:  # the scale of a block is rounded up, to 65536 too
+                out.clamp_(-FP16, FP16)
+            output.copy_(out)
 
 
 @dataclass(frozen=True, eq=False)
@@ -326,18 +375,19 @@ class _Gathering(dist.Work):
 
     def __init__(self, what: str, meter: TrafficMeter, work: dist.Work | None, decode: Callable[[], None]):
         super().__init__()
-        self._what, self._meter, self._work, self._decode = what, meter, work, decode
+        self._what, self._meter, self._work = what, meter, work
+        self._decode: Callable[[], None] | None = decode  # None: it is done, and its memory is free
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        if self._decode is None:
+            return True
         if self._work is not None:
             with self._meter.timing("wait", self._what):
                 self._work.wait(timeout)
-        self.finish()
-        return True
-
-    def finish(self) -> None:
+        decode, self._decode, self._work = self._decode, None, None
         with self._meter.timing("decode", self._what):
-            self._decode()
+            decode()
+        return True
 
 
 @dataclass(frozen=True, eq=False)
@@ -356,13 +406,14 @@ class FSDPQuantizer:
     Args:
         model (Module): the model, on which `fully_shard` was called last.
         gradients (int, optional): bits per element of gradients, 16, 8 or 4. None: FSDP2's own reduce-scatter.
-        weights (int, optional): bits per element of weights in forward and backward, 8. None: FSDP2's own
-            all-gather.
+        weights (int, optional): bits per element of weights in forward and backward, 8 or 4. With 4 bits, every
+            rank keeps the weights that were gathered last, in their type, and a gather sends the differences to
+            them. None: FSDP2's own all-gather.
         error (str, optional): how each rank keeps what it does not send of its gradients: "int8", about one byte
             per element of the whole model, or "float32", four. None: it is lost. "auto": "int8" with 8 and 4 bits,
             and None with 16, whose error is far below the noise of gradients.
         block (int, optional): elements of gradients that share a scale: 64, 128, 256 or 512. None: 256 with 8
-            bits, 128 with 4. Weights have blocks of 256.
+            bits, 128 with 4. Weights have blocks of 256 with 8 bits, of 128 with 4.
         hadamard (bool): transform each 64 elements of gradients before they are rounded. Useful with 4 bits.
         random (bool): round gradients stochastically. Only with 16 bits and without error.
         seed (int): seed of the random numbers.
@@ -395,7 +446,7 @@ class FSDPQuantizer:
         check_nonfinite(nonfinite, grad_scaler)
         choices: dict[str, tuple[object, tuple[object, ...]]] = {
             "gradients": (gradients, (16, 8, 4, None)),
-            "weights": (weights, (8, None)),
+            "weights": (weights, (8, 4, None)),
             "error": (error, ("auto", "int8", "float32", None)),
             "block": (block, (64, 128, 256, 512, None)),
             "hadamard": (hadamard, (True, False)),
@@ -428,7 +479,8 @@ class FSDPQuantizer:
         own = {"error": error, "seed": seed, "nonfinite": nonfinite, "uses_grad_scaler": self.scale.enabled}
         self._check_settings({**settings, **own})
         self._sums: list[_ReduceScatter] = []
-        undo = []
+        self._lasts: list[LastGathered] = []
+        undo: list[Callable[[], object]] = []
         for group in self._groups:
             group.check_own_collectives()
             if gradients is not None:
@@ -442,13 +494,18 @@ class FSDPQuantizer:
                 reduce_scatter.tag = TAG + len(self._sums)
                 self._sums.append(reduce_scatter)
             if weights is not None:
-                layout = _RowLayout(group.gathered_names, group.gathered_places, ranks, WEIGHTS, group.device)
-                all_gather = _AllGather(self, group, layout, "weights")
+                code, last = (WEIGHTS, None) if weights == 8 else (DIFFERENCES, LastGathered(group))
+                layout = _RowLayout(group.gathered_names, group.gathered_places, ranks, code, group.device)
+                all_gather = _AllGather(self, group, layout, last)
+                if last is not None:
+                    self._lasts.append(last)
             undo.append(group.use_collectives(reduce_scatter, all_gather))
             group.claim(self)
         if weights is not None and any(len(mesh.shards) == 1 for mesh in meshes):  # FSDP2 gathers nothing
             undo.append(model.register_forward_pre_hook(lambda *_: self._check_own_weights()).remove)
-        self._undo: list[Callable[[], None]] = undo
+        if weights == 4:
+            undo += [before_steps(self._before_step), after_steps(self._after_step)]
+        self._undo = undo
         self._reports: list[_Report] = []
         self._sum: _Sum | None = None
         self._memory: dict[str, Tensor] = {}
@@ -468,6 +525,29 @@ class FSDPQuantizer:
                         f"{name} is {value!r} on rank 0 and {other[name]!r} on rank {rank}: every rank needs the "
                         "same settings"
                     )
+
+    # --- differences of weights -------------------------------------------------------------------
+
+    def _stepped(self, optimizer: Optimizer) -> list[LastGathered]:
+        parameters = {p for group in optimizer.param_groups for p in group["params"]}
+        return [last for last in self._lasts if last.has_any_of(parameters)]
+
+    def _before_step(self, optimizer: Optimizer) -> None:
+        for last in self._stepped(optimizer):
+            last.note_changes()
+
+    def _after_step(self, optimizer: Optimizer) -> None:
+        for last in self._stepped(optimizer):
+            last.note_step()
+
+    def weights_changed(self) -> None:
+        """With weights of 4 bits, send all of them in full at the next gather. To be called on every rank.
+
+        It is needed after weights were written into the memory of the shards, as `p.data.copy_()` does. After
+        `load_state_dict()`, functions of torch.nn.init and other operations on the parameters it is not.
+        """
+        for last in self._lasts:
+            last.rows = None
 
     # --- one backward pass ------------------------------------------------------------------------
 
@@ -525,6 +605,8 @@ class FSDPQuantizer:
         self._reports = [report for report in self._reports if report not in waiting]
         if problem := _nonfinite(waiting):
             raise RuntimeError(f"{problem}: it cannot be trained further. Load a checkpoint")
+        for last in self._lasts:
+            last.check()
 
     @torch.no_grad()
     def _check_own_weights(self) -> None:
@@ -592,7 +674,9 @@ class FSDPQuantizer:
         Returns:
             "errors": The mean error over the ranks by parameter name, sharded as the parameter. "ranks": The
             error of each rank of the parameter's mesh, [ranks, ...], which is empty without `of_each_rank`.
-            "counts": With `random`, the number of backward passes, which random numbers depend on.
+            "counts": With `random`, the number of backward passes, which random numbers depend on. "weights": With
+            weights of 4 bits, what was gathered last, by parameter name, sharded as the parameter. "current": For
+            each of these, whether the parameter has not changed since.
 
         Raises:
             RuntimeError: It is called between backward() and the optimizer's step().
@@ -611,7 +695,14 @@ class FSDPQuantizer:
                 if of_each_rank:
                     stored, by_rank = torch.cat(views, 1).view(1, -1), [Shard(0)] * p.device_mesh.ndim
                     each[name] = DTensor.from_local(stored, p.device_mesh, by_rank, run_check=False)
-        return {"errors": errors, "ranks": each, "counts": counts}
+        weights, current = dict[str, Tensor](), dict[str, Tensor]()
+        for last in self._lasts:
+            last.note_changes()
+            parts = last.saved(dist.get_rank(last.group.process_group))
+            for name, p, part in zip(last.group.gathered_names, last.group.gathered, parts, strict=True):
+                weights[name] = sharded_like(p, part)
+                current[name] = torch.tensor(last.is_current, dtype=torch.int64)
+        return {"errors": errors, "ranks": each, "counts": counts, "weights": weights, "current": current}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
@@ -656,15 +747,19 @@ class FSDPQuantizer:
             own.kept = kept
         if self._random:
             self._passes = int(state["counts"]["passes"])
+        for last in self._lasts:
+            names = last.group.gathered_names
+            is_current = all(bool(state["current"][name]) for name in names)
+            last.load((local_part(state["weights"][name]) for name in names), is_current)
 
     def _check_state(self, state: Any) -> bool:
         """Raise ValueError for what this rank cannot load. Returns whether it has the error of each rank."""
-        if not isinstance(state, Mapping) or state.keys() != {"errors", "ranks", "counts"}:
+        if not isinstance(state, Mapping) or state.keys() != TABLES:
             raise ValueError("the state is not what state_dict() of a FSDPQuantizer returned")
+        for table_name in TABLES:
+            check_mapping(f"{table_name} of the state", state[table_name])
         errors, each = state["errors"], state["ranks"]
-        check_mapping("errors of the state", errors)
-        check_mapping("ranks of the state", each)
-        check_mapping("counts of the state", state["counts"])
+        self._check_gathered(state["weights"], state["current"])
         if self._random:
             passes = state["counts"].get("passes")
             check_tensor("the number of backward passes", passes, (), torch.int64, least=0)
@@ -682,14 +777,29 @@ class FSDPQuantizer:
             parts = own.parts(own.exact())
             for name, p, views in zip(own.group.names, own.group.parameters, parts, strict=True):
                 what, error = f"the error of {name}", errors[name]
-                if not isinstance(error, DTensor) or error.placements != p.placements or error.shape != p.shape:
-                    raise ValueError(
-                        f"{what} is not sharded as the parameter, of shape {list(p.shape)}: {error!r}"
-                    )
-                check_tensor(what, local_part(error), local_part(p).shape)
+                self._check_sharded(what, error, p)
                 if each:
                     self._check_stored(what, each[name], p.device_mesh, views)
         return bool(each)
+
+    def _check_gathered(self, weights: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+        names = {name for last in self._lasts for name in last.group.gathered_names}
+        for found in (weights, current):
+            if different := sorted(map(str, names ^ found.keys())):
+                which = "lacks" if different[0] in names else "has"
+                raise ValueError(
+                    f"the state {which} gathered weights of {different[0]}: it was saved with another model or "
+                    "weights="
+                )
+        for last in self._lasts:
+            for name, p in zip(last.group.gathered_names, last.group.gathered, strict=True):
+                self._check_sharded(f"the gathered weights of {name}", weights[name], p)
+                check_tensor(f"whether the weights of {name} are current", current[name], (), torch.int64, least=0)
+
+    def _check_sharded(self, what: str, saved: Any, p: DTensor) -> None:
+        if not isinstance(saved, DTensor) or saved.placements != p.placements or saved.shape != p.shape:
+            raise ValueError(f"{what} is not sharded as the parameter, of shape {list(p.shape)}: {saved!r}")
+        check_tensor(what, local_part(saved), local_part(p).shape)
 
     def _check_stored(self, what: str, error: Any, mesh: DeviceMesh, views: Sequence[Tensor]) -> None:
         """Raise ValueError unless `error` has what this rank can keep in these views of it."""

@@ -79,7 +79,7 @@ def test_gradients_in_fp16_are_refused(transport: Transport) -> None:
     [
         ({"hadamard": 1}, "hadamard must be one of True, False, not 1"),
         ({"gradients": True}, "gradients must be one of 16, 8, 4, None, not True"),
-        ({"weights": 8.0}, "weights must be one of 8, None, not 8.0"),
+        ({"weights": 8.0}, "weights must be one of 8, 4, None, not 8.0"),
         ({"block": torch.tensor(128)}, "block must be one of 64, 128, 256, 512, None, not tensor"),
         ({"seed": 0.5}, "seed must be a whole number, not 0.5"),
         ({"error": b"int8"}, "error must be one of 'auto', 'int8', 'float32', None, not b'int8'"),
