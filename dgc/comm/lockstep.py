@@ -57,7 +57,7 @@ class LockstepTransport(GroupedTransport):
     def members(self, group: Group) -> list[int]:
         return self._world.groups[self.rank].members[group]
 
-    def open_communicator(self, communicator: str) -> None:
+    def open_communicator(self, communicator: str, kinds: Sequence[Group] | None = None) -> None:
         with self._world.lock:
             self._world.launched.setdefault((communicator, self.rank), 0)
 

@@ -57,6 +57,7 @@ MAX_TAG = 2**31 - 1
 FOREVER = timedelta(days=365)  # an asynchronous rank may wait as long as it likes
 SEND_TIME = 10.0  # seconds
 END_TIME = 5.0  # seconds
+NO_GROUP = "group {kind!r} does not exist: use TorchTransport(hierarchical=True)"
 
 
 def connect(
@@ -146,15 +147,18 @@ class TorchTransport(GroupedTransport):
         """Open a channel over Gloo. Collective."""
         return GlooChannel(self._threads)
 
-    def open_communicator(self, communicator: str) -> None:
+    def open_communicator(self, communicator: str, kinds: Sequence[Group] | None = None) -> None:
         """Create its process groups, at the same point of the program on every rank. Collective."""
-        opened = [(kind, self._communicators.get(("", kind))) for kind in self._kinds]
+        kinds = self._kinds if kinds is None else kinds
+        if missing := set(kinds) - set(self._kinds):
+            raise ValueError(NO_GROUP.format(kind=missing.pop()))
+        opened = [(kind, self._communicators.get(("", kind))) for kind in kinds]
         if self.size == 1 and all(group is not None for _, group in opened):
             # one rank waits for none, so that its collectives need no order; each group has threads
             self._communicators.update({(communicator, kind): group for kind, group in opened})
             return
         own: dict[tuple[int, ...], Any] = {}  # two kinds with the same ranks share a group
-        for kind in self._kinds:
+        for kind in kinds:
             for ranks in self._place.partition[kind]:
                 if tuple(ranks) not in own:
                     own[tuple(ranks)] = dist.new_group(ranks, self._timeout, self._backend)
@@ -222,7 +226,7 @@ class TorchTransport(GroupedTransport):
         if isinstance(request, Exchange):
             return self._start_exchange(name, request)
         if request.group not in self._kinds:
-            raise ValueError(f"group {request.group!r} does not exist: use TorchTransport(hierarchical=True)")
+            raise ValueError(NO_GROUP.format(kind=request.group))
         group, members = self._communicators[communicator, request.group], self.members(request.group)
         if len(members) == 1:
             return [], reply_of_one(request)
@@ -263,6 +267,14 @@ class TorchTransport(GroupedTransport):
 
 
 _open: list[TorchTransport] = []  # the process groups of a transport exist until they are destroyed
+
+
+def close(transport: Transport) -> None:
+    """End a transport that `connect` returned, with its process groups. All ranks must have ended its use."""
+    inner = transport.inner if isinstance(transport, StagedTransport) else transport
+    assert isinstance(inner, TorchTransport)
+    inner.close()
+    _open.remove(inner)
 
 
 @atexit.register

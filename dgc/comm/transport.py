@@ -47,8 +47,11 @@ class Transport(Protocol):
         """This rank's number within its group of that kind."""
         ...
 
-    def open_communicator(self, communicator: str) -> None:
-        """Prepare a communicator. Collective. The default communicator, "", is always open."""
+    def open_communicator(self, communicator: str, kinds: Sequence[Group] | None = None) -> None:
+        """Prepare a communicator. Collective. The default communicator, "", is always open.
+
+        kinds: The groups in which it will have requests. None: all groups.
+        """
         ...
 
     def launch(self, name: str, requests: Sequence[Request], communicator: str = "") -> Any:
@@ -80,7 +83,7 @@ class GroupedTransport(ABC):
     def group_rank(self, group: Group) -> int:
         return self.members(group).index(self.rank)
 
-    def open_communicator(self, communicator: str) -> None:
+    def open_communicator(self, communicator: str, kinds: Sequence[Group] | None = None) -> None:
         """Communicators have no effect where requests are matched by name."""
         return None
 
@@ -115,8 +118,8 @@ class WrappingTransport:
     def group_rank(self, group: Group) -> int:
         return self.inner.group_rank(group)
 
-    def open_communicator(self, communicator: str) -> None:
-        self.inner.open_communicator(communicator)
+    def open_communicator(self, communicator: str, kinds: Sequence[Group] | None = None) -> None:
+        self.inner.open_communicator(communicator, kinds)
 
 
 class CrossMachineTransport(WrappingTransport):
@@ -135,6 +138,9 @@ class CrossMachineTransport(WrappingTransport):
 
     def group_rank(self, group: Group) -> int:
         return self.rank
+
+    def open_communicator(self, communicator: str, kinds: Sequence[Group] | None = None) -> None:
+        self.inner.open_communicator(communicator, ("cross",))
 
     def launch(self, name: str, requests: Sequence[Request], communicator: str = "") -> Any:
         return self.inner.launch(name, [between_machines(request) for request in requests], communicator)

@@ -42,7 +42,7 @@ from torch.optim import Optimizer
 from dgc.comm.collectives import all_gather_object, all_reduce, barrier
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.requests import Group
-from dgc.comm.torch_distributed import connect
+from dgc.comm.torch_distributed import close, connect
 from dgc.comm.transport import CrossMachineTransport, Groups, Transport
 from dgc.core.bucket import Bucket, Segment, check_real, lay_out, local_part
 from dgc.core.dense import DenseCompressor, HorovodCompression
@@ -98,8 +98,8 @@ def replicas_of_machines(transport: Transport, groups: Sequence[ParameterGroup])
     return Replicas(cross, list(zip(*ranks, strict=True)), kind="machine")
 
 
-def replicas_of_meshes(groups: Sequence[ParameterGroup]) -> tuple[Transport, dict[GroupMesh, Replicas]]:
-    """The replicas of each mesh, and a transport of all ranks, with the groups of the first mesh. Collective.
+def replicas_of_meshes(groups: Sequence[ParameterGroup]) -> tuple[list[Transport], dict[GroupMesh, Replicas]]:
+    """The replicas of each mesh, and a new transport of all ranks for each, with the mesh's groups. Collective.
 
     Raises:
         ValueError: The meshes have no replicas, or differ between ranks.
@@ -121,7 +121,7 @@ def replicas_of_meshes(groups: Sequence[ParameterGroup]) -> tuple[Transport, dic
         shards, lists = ([list(ranks) for ranks in dict.fromkeys(kind)] for kind in zip(*of_ranks, strict=True))
         transports.append(connect(hierarchical=True, groups=Groups(dist.get_rank(), shards, lists)))
         of_mesh[mesh] = Replicas(CrossMachineTransport(transports[-1]), lists, mesh.replicas is not None)
-    return transports[0], of_mesh
+    return transports, of_mesh
 
 
 @dataclass(eq=False)
@@ -277,8 +277,10 @@ class FSDPExchange(GradientExchange):
         for group in groups:
             group.check_no_hook()
             group.check_elements()
+        self._opened: list[Transport] = []
         if transport is None:
-            transport, replicas_of = replicas_of_meshes(groups)
+            self._opened, replicas_of = replicas_of_meshes(groups)
+            transport = self._opened[0]
         else:
             of_machines = replicas_of_machines(transport, groups)
             replicas_of = {group.mesh: of_machines for group in groups}
@@ -441,10 +443,15 @@ class FSDPExchange(GradientExchange):
         self._momentum[optimizer].check(optimizer)
 
     def close(self) -> None:
-        """Remove the hooks. FSDP2 then averages over the replicas of its meshes, and not between machines."""
+        """Remove the hooks. FSDP2 then averages over the replicas of its meshes, and not between machines.
+
+        Collective where the model's meshes have the replicas: their connections are ended.
+        """
         self._end_checks()
         for group in self._groups:
             group.release(self)
+        while self._opened:
+            close(self._opened.pop())
 
 
 compress = FSDPExchange

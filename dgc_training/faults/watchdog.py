@@ -118,8 +118,8 @@ class WatchedTransport:
         """The point-to-point channel. Its waits are not watched, since gossip has its own time limit."""
         return open_channel(self.inner)
 
-    def open_communicator(self, communicator: str) -> None:
-        self.inner.open_communicator(communicator)
+    def open_communicator(self, communicator: str, kinds: Sequence[Group] | None = None) -> None:
+        self.inner.open_communicator(communicator, kinds)
 
     def launch(self, name: str, requests: Sequence[Request], communicator: str = "") -> tuple[str, Any]:
         return name, self.inner.launch(name, requests, communicator)

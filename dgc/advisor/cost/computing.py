@@ -85,7 +85,7 @@ class AlikeRanks:
     def group_rank(self, group: Group) -> int:
         return {"world": self.rank, "local": self.local_rank, "cross": self.group_size("cross") - 1}[group]
 
-    def open_communicator(self, communicator: str) -> None:
+    def open_communicator(self, communicator: str, kinds: Sequence[Group] | None = None) -> None:
         """There is no order to keep."""
 
     def launch(self, name: str, requests: Sequence[Request], communicator: str = "") -> Any:
