@@ -273,6 +273,11 @@ class BucketStates:
         """The names of all parameters."""
         return {s.name for bucket, _ in self._of.values() for s in bucket.segments}
 
+    @property
+    def partial(self) -> set[str]:
+        """The tables of the saved state that need not have all parameters."""
+        return {table for _, state in self._of.values() for table in state.partial}
+
     def __getitem__(self, bucket: Bucket) -> Any:
         """The state of a bucket."""
         return self._of[bucket.name][1]
@@ -384,10 +389,9 @@ class BucketStates:
                 raise ValueError(f"state of another compressor: it has {texts(tables)}, not {texts(own)}")
         if saved.get(METHOD, None if own else kind) != kind:
             raise ValueError(f"state of another compressor: of {saved.get(METHOD)!r}, not {kind}")
-        partial = {table for _, state in self._of.values() for table in state.partial}
         for table in own:
             check_mapping(table, values := tables[table])
-            if table not in partial and own[table].keys() != values.keys():
+            if table not in self.partial and own[table].keys() != values.keys():
                 missing, extra = names - values.keys(), values.keys() - names
                 raise ValueError(f"{table} of another model: missing {texts(missing)}, unknown {texts(extra)}")
         loaded = {b.name: (b, state.loaded(b, tables)) for b, state in self._of.values()}

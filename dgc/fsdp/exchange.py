@@ -26,7 +26,8 @@ exchange, if no group has started. Otherwise it raises RuntimeError, because ran
 FSDP2 itself continues only after `reset_iter_state()`.
 """
 
-from collections.abc import Mapping, Sequence
+import io
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,6 +37,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -48,13 +50,15 @@ from dgc.core.bucket import Bucket, Segment, check_real, lay_out, local_part
 from dgc.core.dense import DenseCompressor, HorovodCompression
 from dgc.core.protocol import Compressor, ExchangesMomentum, NonFiniteGradientError
 from dgc.core.route import Route
+from dgc.core.state import check_mapping
 from dgc.engine.agreement import checksum
 from dgc.engine.buckets import PlannedBucket, check_equal_plans, keep_states
 from dgc.engine.exchange import ExchangeSettings, GradientExchange, GradientPlan
 from dgc.engine.loop import LossScale, StartOrder
 from dgc.engine.momentum import MomentumCheck
 from dgc.engine.options import check_can_send, unique_prefix
-from dgc.engine.state import Identity
+from dgc.engine.redistribute import blend, merge, shares
+from dgc.engine.state import KEY, METHOD, Identity, identified, identity_of, named_methods
 from dgc.engine.steps import AwaitedStep, before_steps
 from dgc.fsdp.shards import (
     GroupMesh,
@@ -133,6 +137,7 @@ class GroupPlan:
         compressors: The compressor of each parameter.
         buckets: Parameters of which this rank has no rows are in none.
         places: For each bucket, the places of its parameters in the result of the reduce-scatter.
+        rowless: The parameters of which this rank has no rows, in buckets without elements.
         has_gradients: Whether the buckets have gradients of this or an earlier backward pass.
     """
 
@@ -141,7 +146,12 @@ class GroupPlan:
     compressors: tuple[Compressor, ...]
     buckets: tuple[PlannedBucket, ...]
     places: tuple[tuple[Place, ...], ...]
+    rowless: tuple[PlannedBucket, ...] = ()
     has_gradients: bool = False
+
+    @property
+    def named(self) -> list[tuple[str, DTensor]]:
+        return list(zip(self.group.names, self.group.parameters, strict=True))
 
     def add(self, output: Tensor, scale: float = 1.0) -> None:
         """Add the result of a reduce-scatter, times `scale`, to the gradients in the buckets."""
@@ -190,7 +200,7 @@ def plan_groups(
             check_real(name, p.dtype)
             whole = Segment(name, 0, p.numel(), tuple(p.shape), tuple(p.stride()))
             compressors.append(route.compressor_for(whole) if replicas.are_exchanged else alone)
-        buckets, places = [], []
+        buckets, places, rowless = [], [], []
         for c, compressor in enumerate(dict.fromkeys(compressors)):
             members = [
                 (name, p, place)
@@ -199,19 +209,27 @@ def plan_groups(
                 )
                 if own is compressor and p.to_local().numel()
             ]
+            without = tuple(
+                p
+                for p, own in zip(group.parameters, compressors, strict=True)
+                if own is compressor and not p.to_local().numel()
+            )
+            if without:
+                empty = Bucket(f"{prefix}.{g}.{c}.rowless", (), without[0].dtype, group.device)
+                rowless.append(PlannedBucket(empty, compressor, without))
             if members:
                 segments = lay_out([(name, p.to_local()) for name, p, _ in members])
                 bucket = Bucket(f"{prefix}.{g}.{c}", segments, members[0][1].dtype, group.device)
                 parameters = tuple(p for _, p, _ in members)
                 buckets.append(PlannedBucket(bucket, compressor, parameters, transport=replicas.transport))
                 places.append(tuple(place for _, _, place in members))
-        plans.append(GroupPlan(group, replicas, tuple(compressors), tuple(buckets), tuple(places)))
+        plans.append(GroupPlan(group, replicas, tuple(compressors), tuple(buckets), tuple(places), tuple(rowless)))
     return plans
 
 
 def check_equal_models(plans: Sequence[GroupPlan], transport: Transport, name: str) -> None:
     """Raise ValueError on every rank if a parameter differs between replicas. Collective."""
-    named = [(n, p) for plan in plans for n, p in zip(plan.group.names, plan.group.parameters, strict=True)]
+    named = [pair for plan in plans for pair in plan.named]
     digests = all_gather_object(transport, {n: checksum(p.to_local()) for n, p in named}, name)
     for plan in plans:
         for first, *others in plan.replicas.lists:
@@ -222,6 +240,25 @@ def check_equal_models(plans: Sequence[GroupPlan], transport: Transport, name: s
                             f"{parameter} differs between {plan.replicas.kind}s 0 and {number} before the first "
                             "step: initialise the model with the same seed on every rank, or load a checkpoint"
                         )
+
+
+ROWS, RANKS, COMMON, REPLICAS = "rows", "ranks", "common", "replicas"
+
+
+def packed(value: Any) -> bytes:
+    """Return the bytes of a state."""
+    torch.save(value, file := io.BytesIO())
+    return file.getvalue()
+
+
+def unpacked(what: str, packet: Any) -> dict[str, Any]:
+    """Return the state with these bytes. Raises ValueError, with `what`, for others."""
+    try:
+        value = torch.load(io.BytesIO(packet), map_location="cpu", weights_only=True)
+    except Exception as error:  # torch.load has no exception of its own
+        raise ValueError(f"{what} of the state cannot be read: {type(error).__name__}: {error}") from error
+    check_mapping(f"{what} of the state", value)
+    return dict(value)
 
 
 class FSDPExchange(GradientExchange):
@@ -312,6 +349,7 @@ class FSDPExchange(GradientExchange):
         super().__init__(settings, plan, transport, TrafficMeter(), effect)
         self._parameters = {p for group in groups for p in group.parameters}
         self._model = ref(model)
+        self._machines: DeviceMesh | None = None
         self._engine.order = StartOrder([1] * len(groups), transport, self._name)
         self._parts = [0] * len(groups)  # reduce-scatters of each group in this backward pass
         self._expected: list[int] | None = None  # the same, of the first pass
@@ -403,7 +441,7 @@ class FSDPExchange(GradientExchange):
         first, *others = (plan.replicas.lists for plan in self._plans if plan.replicas.are_exchanged)
         identity = super()._identity()
         if any(other != first for other in others):  # a rank is another replica on another mesh
-            identity = replace(identity, settings={**identity.settings, "replicas": repr([first, *others])})
+            identity = replace(identity, settings={**identity.settings, REPLICAS: repr([first, *others])})
         shard = next(s for s, ranks in enumerate(first) if self._ranks.rank in ranks)
         return replace(identity, shard=shard, shards=len(first))
 
@@ -421,6 +459,123 @@ class FSDPExchange(GradientExchange):
         if self._drops.drop(reason):
             raise NonFiniteGradientError(reason)
 
+    # --- checkpoints ------------------------------------------------------------------------------
+
+    def state_dict(self, of_each_rank: bool = True, replicas: int | None = None) -> dict[str, Any]:
+        """Return what is not sent yet, for torch.distributed.checkpoint. Collective.
+
+        Args:
+            of_each_rank: With the rest of the state of each rank. A run continues bit for bit with it, on the same
+                replicas and shards. Without it, the state can be loaded from a checkpoint of any number of shards.
+            replicas: To load a checkpoint of another number of replicas, without `of_each_rank`: their number.
+
+        Returns:
+            "rows": For each compressor and table, by parameter name, a DTensor [replicas, ...], whose element m
+            belongs to replica m, and which is sharded as the parameter. "ranks": The rest of this rank's state as
+            bytes, such as the factors of PowerSGD. "common": Counts of steps and the epoch, as bytes.
+
+        Raises:
+            RuntimeError: As `compression_state_dict`.
+        """
+        return self._state_of(of_each_rank, lambda _: replicas)
+
+    def state_for(self, sizes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+        """Return a state to load a checkpoint into, given the sizes of its tensors, and 0 sizes of all else.
+
+        Keys are those of torch.distributed.checkpoint. It is `of_each_rank` if replicas and ranks are the same.
+        """
+        numbers = {key: size[0] for key, size in sizes.items() if key.startswith(f"{ROWS}.")}
+        is_same = sum(key.startswith(f"{RANKS}.") for key in sizes) == self._ranks.size
+        own = self._state_of(True, lambda _: None)
+        for method, tables in own[ROWS].items():
+            for table, values in tables.items():
+                for name, rows in values.items():
+                    is_same = is_same and numbers.get(f"{ROWS}.{method}.{table}.{name}") == rows.shape[0]
+        if all(all_gather_object(self._ranks, is_same, "state.same")):  # a rank may have no rows
+            return own
+        return self._state_of(False, numbers.get)
+
+    def _state_of(self, of_each_rank: bool, replicas: Callable[[str], int | None]) -> dict[str, Any]:
+        """See `state_dict`. replicas: Of a key of torch.distributed.checkpoint, their number. None: as now."""
+        state, rows, counts = self.compression_state_dict(), dict[str, Any](), dict[str, Any]()
+        mesh = self._mesh_of_machines()
+        owners = {n: (plan, p) for plan in self._plans for n, p in plan.named}
+        for method, states in named_methods(self._methods).items():
+            for table in [table for table in state[method] if table not in {METHOD, *states.partial}]:
+                values = state[method][table]
+                if all(isinstance(value, Tensor) for value in values.values()):
+                    del state[method][table]
+                    stacked = rows.setdefault(method, {}).setdefault(table, {})
+                    for name, value in values.items():
+                        plan, p = owners[name]
+                        number = replicas(f"{ROWS}.{method}.{table}.{name}") or plan.replicas.transport.size
+                        own = number == plan.replicas.transport.size
+                        local = value.unsqueeze(0) if own else value.new_zeros(number, *value.shape)
+                        stacked[name] = plan.group.stacked(p, local, number, own, mesh)
+                elif all(type(value) is int for value in values.values()):
+                    counts.setdefault(method, {})[table] = values
+        common = {"counts": counts, "epochs": self._epochs.state_dict(), "identity": state[KEY]}
+        parts = all_gather_object(self._ranks, common, "state.common")
+        counts = merge([part["counts"] for part in parts])  # a rank has counts of its own parameters alone
+        ranks = {str(self._ranks.rank): packed(state)} if of_each_rank else {}
+        return {ROWS: rows, RANKS: ranks, COMMON: packed({**parts[0], "counts": counts})}
+
+    def _mesh_of_machines(self) -> DeviceMesh | None:
+        """Machines and their ranks, if the parameters have meshes of their machine alone. Collective."""
+        plan = self._plans[0]
+        if self._kind == "machine" and self._machines is None:
+            ranks = torch.tensor(plan.replicas.lists, dtype=torch.int64).T.contiguous()
+            self._machines = DeviceMesh(plan.group.parameters[0].device_mesh.device_type, ranks)
+        return self._machines
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned, or torch.distributed.checkpoint has loaded into it.
+
+        Without `of_each_rank`, rows are redistributed among replicas, and what depends on shards begins anew.
+
+        Raises:
+            ValueError: As `load_compression_state_dict`, or the state cannot be redistributed.
+        """
+        if not isinstance(state, Mapping) or state.keys() != {ROWS, RANKS, COMMON}:
+            raise ValueError("the state is not what state_dict() of a FSDPExchange returned")
+        for key in (ROWS, RANKS):
+            check_mapping(f"{key} of the state", state[key])
+        rank = str(self._ranks.rank)
+        own = self._begun(state[COMMON])
+        if state[RANKS]:
+            own = unpacked(f"{RANKS}.{rank}", state[RANKS].get(rank))
+        for method, tables in state[ROWS].items():
+            for table, values in tables.items():
+                own.setdefault(method, {})[table] = {name: self._own_rows(name, v) for name, v in values.items()}
+        self.load_compression_state_dict(own)
+
+    def _begun(self, packet: Any) -> dict[str, Any]:
+        """The state of this rank without its rows, from what all ranks have in common."""
+        common, own = unpacked(COMMON, packet), dict[str, Any]()
+        if common.keys() != {"counts", "epochs", "identity"}:
+            raise ValueError(f"{COMMON} of the state has {sorted(map(str, common))}")
+        for method, states in named_methods(self._methods).items():
+            tables, counts = states.state_dict(), common["counts"].get(method, {})
+            for table, values in tables.items():
+                if table in states.partial:
+                    tables[table] = {}
+                elif table in counts:
+                    tables[table] = {name: counts[table].get(name, 0) for name in values}
+            own[method] = tables
+        saved, mine = identity_of(common), self._identity()
+        settings = {**saved.settings, **{k: v for k, v in mine.settings.items() if k == REPLICAS}}
+        return identified({**own, **common["epochs"]}, replace(mine, step=saved.step, settings=settings))
+
+    def _own_rows(self, name: str, saved: Any) -> Any:
+        """This replica's share of the rows that replicas have saved."""
+        ranks = next((plan.replicas.transport for plan in self._plans if name in plan.group.names), None)
+        if ranks is None or not isinstance(saved, DTensor) or not saved.ndim:
+            raise ValueError(f"rows of {name} in the state are not those of a parameter of this model: {saved!r}")
+        rows = local_part(saved)
+        if len(saved) == ranks.size:
+            return rows[0]
+        return blend(dict(enumerate(rows)), shares(len(saved), ranks.size, ranks.rank), name)
+
     # --- steps of optimizers ----------------------------------------------------------------------
 
     def check_step(self, optimizer: Optimizer) -> None:
@@ -433,7 +588,9 @@ class FSDPExchange(GradientExchange):
             for name, p in model.named_parameters() if model is not None else ():
                 if p in steps and p.requires_grad and p not in self._parameters:
                     raise_not_exchanged(name)
-            self._momentum[optimizer] = MomentumCheck(optimizer, self.planned, self._ranks)
+            # optimizers of all shards keep the same tensors, as checkpoints need
+            rowless = [bucket for plan in self._plans for bucket in plan.rowless]
+            self._momentum[optimizer] = MomentumCheck(optimizer, [*self.planned, *rowless], self._ranks)
             if self._steps <= 1:
                 self._warn_of_lost_state(optimizer)
         self._check_idle("optimizer.step()")

@@ -1,16 +1,24 @@
-"""The error of `dgc.fsdp.quantize` in a folder of torch.distributed.checkpoint."""
+"""What ranks have not sent, in a folder of torch.distributed.checkpoint."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dgc.fsdp.quantized import FSDPQuantizer
 from dgc.warn import warn
 
 METADATA = ".metadata"  # torch.distributed.checkpoint writes it last
+
+
+class Kept(Protocol):
+    """What `compress` and `quantize` return."""
+
+    def state_dict(self) -> Mapping[str, Any]: ...
+    def state_for(self, sizes: Mapping[str, Sequence[int]]) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Any) -> None: ...
 
 
 def _of_each_rank(own: Any) -> list[Any]:
@@ -19,8 +27,8 @@ def _of_each_rank(own: Any) -> list[Any]:
     return found
 
 
-def save_state(quantizer: FSDPQuantizer, folder: str | Path) -> None:
-    """Save the error of all ranks in `folder`. Collective.
+def save_state(exchange: Kept, folder: str | Path) -> None:
+    """Save in `folder` what no rank has sent yet, of `compress` or `quantize`. Collective.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -29,14 +37,15 @@ def save_state(quantizer: FSDPQuantizer, folder: str | Path) -> None:
         >>> quantizer = quantize(fully_shard(model), gradients=8)
         >>> save_state(quantizer, mkdtemp())
     """
-    dcp.save(quantizer.state_dict(), checkpoint_id=folder)
+    dcp.save(dict(exchange.state_dict()), checkpoint_id=folder)
 
 
-def load_state(quantizer: FSDPQuantizer, folder: str | Path) -> None:
-    """Load the error of all ranks from `folder`. Collective.
+def load_state(exchange: Kept, folder: str | Path) -> None:
+    """Load what `save_state` has saved. Collective.
 
-    A run continues bit for bit on the same number of ranks. On another number, every rank gets the mean error. If
-    no rank finds the folder, quantization is new in this run: it begins without an error, and rank 0 warns.
+    A run continues bit for bit on the same ranks. On another number, every rank of `quantize` gets the mean error,
+    and `compress` divides what is not sent among other shards and other replicas. If no rank finds the folder,
+    compression is new in this run: it begins without an error, and rank 0 warns.
 
     Raises:
         ValueError: On every rank, if only some ranks find the folder, or its content cannot be read or used.
@@ -45,7 +54,7 @@ def load_state(quantizer: FSDPQuantizer, folder: str | Path) -> None:
     if not any(there):
         if dist.get_rank() == 0:
             warn(
-                f"{folder} is not there: quantization begins with nothing unsent. This is right if the checkpoint "
+                f"{folder} is not there: compression begins with nothing unsent. This is right if the checkpoint "
                 "was saved without it. Else what its ranks had not sent is lost"
             )
         return
@@ -56,8 +65,7 @@ def load_state(quantizer: FSDPQuantizer, folder: str | Path) -> None:
         )
     try:
         saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-        rows = {getattr(entry, "size", [0])[0] for key, entry in saved.items() if key.startswith("ranks.")}
-        state = quantizer.state_dict(of_each_rank=rows == {dist.get_world_size()})
+        state = exchange.state_for({key: tuple(getattr(entry, "size", ())) for key, entry in saved.items()})
         dcp.load(state, checkpoint_id=folder)
         problem = ""
     except CheckpointException as error:  # on all ranks
@@ -65,4 +73,4 @@ def load_state(quantizer: FSDPQuantizer, folder: str | Path) -> None:
         problem = f"{folder} cannot be loaded ({'; '.join(sorted(causes))})"
     if problem:
         raise ValueError(f"{problem}: resume from an older checkpoint, or one that was saved with these settings")
-    quantizer.load_state_dict(state)
+    exchange.load_state_dict(state)

@@ -468,7 +468,9 @@ class FSDPQuantizer:
         self._groups = parameter_groups(model, frozen=True)
         check_sharded(self._groups)
         meshes = {group.mesh for group in self._groups}
-        is_flat = len(meshes) == 1 and self._groups[0].mesh.replicas is None
+        # parallelism of tensors or experts adds a dimension, whose other ranks have parts of the same parameters
+        has_one = all(p.device_mesh.ndim == 1 for group in self._groups for p in group.gathered)
+        is_flat = has_one and len(meshes) == 1 and self._groups[0].mesh.replicas is None
         # the ranks that decide together: those of the only mesh, or all
         self._deciding: Any = self._groups[0].process_group if is_flat else None
         self._everyone = None if is_flat else connect()
@@ -703,6 +705,15 @@ class FSDPQuantizer:
                 weights[name] = sharded_like(p, part)
                 current[name] = torch.tensor(last.is_current, dtype=torch.int64)
         return {"errors": errors, "ranks": each, "counts": counts, "weights": weights, "current": current}
+
+    def state_for(self, sizes: Mapping[str, Sequence[int]]) -> dict[str, dict[str, DTensor]]:
+        """Return a state to load a checkpoint into, given the sizes of its tensors: the mean if ranks differ.
+
+        Keys are those of torch.distributed.checkpoint.
+        """
+        own = self.state_dict()
+        is_same = all(sizes.get(f"ranks.{name}") == tuple(error.shape) for name, error in own["ranks"].items())
+        return own if is_same else self.state_dict(of_each_rank=False)
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dgc.comm.collectives import all_gather_object, find_machine_rank
 from dgc.comm.transport import Transport
@@ -150,6 +150,27 @@ class ParameterGroup:
         is_read = any(p.grad is not None or p._post_accumulate_grad_hooks for p in ps)
         is_reduced_further = self.mesh.replicas is not None or self._group._all_reduce_hook is not None
         return output.dtype == ps[0].dtype and not is_read and not is_reduced_further
+
+    def stacked(self, p: DTensor, rows: Tensor, replicas: int, own: bool, mesh: DeviceMesh | None) -> DTensor:
+        """Return the DTensor [replicas, ...] of this rank's rows of a parameter.
+
+        rows: [1, ...], of its own replica, or [replicas, ...]. mesh: Of replicas and shards. None: the mesh of the
+        parameter has replicas.
+        """
+        at = Shard(0) if own else Replicate()
+        placements: list[Any] = [_shifted(placement) for placement in p.placements]
+        if mesh is not None:
+            placements = [at, *placements]
+        else:
+            mesh = p.device_mesh
+            groups = [tuple(dist.get_process_group_ranks(mesh.get_group(d))) for d in range(mesh.ndim)]
+            placements = [
+                at if ranks == self.mesh.replicas and isinstance(placement, Replicate) else placement
+                for ranks, placement in zip(groups, placements, strict=True)
+            ]
+        shape = torch.Size([replicas, *p.shape])
+        strides = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(rows, mesh, placements, run_check=False, shape=shape, stride=strides)
 
     @property
     def process_group(self) -> Any:
@@ -290,6 +311,14 @@ class ParameterGroup:
                 f"{hooked[0]} has a hook that runs when its gradient is accumulated, before replicas have "
                 "exchanged it: an optimizer that steps during backward is not supported"
             )
+
+
+def _shifted(placement: Any) -> Any:
+    """The placement of a dimension with one more before it."""
+    if isinstance(placement, Replicate):
+        return placement
+    more = {"split_factor": placement.split_factor} if hasattr(placement, "split_factor") else {}
+    return type(placement)(placement.dim + 1, **more)  # a Shard, or one that other parallelism has divided before
 
 
 def check_ended(modules: Iterable[FSDPModule]) -> None:

@@ -97,7 +97,8 @@ def test_machines(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_machines_with_elements_in_another_order_differ(transport: LockstepTransport) -> None:
     own = torch.arange(6, dtype=torch.bfloat16)
     p = SimpleNamespace(to_local=lambda: own.flip(0) if transport.rank else own)
-    group: Any = SimpleNamespace(names=("weight",), parameters=(p,))
-    plan: Any = SimpleNamespace(group=group, replicas=Replicas(transport, [[0, 1]], kind="machine"))
+    group = SimpleNamespace(names=("weight",))
+    replicas = Replicas(transport, [[0, 1]], kind="machine")
+    plan: Any = SimpleNamespace(group=group, named=[("weight", p)], replicas=replicas)
     words = "weight differs between machines 0 and 1 before the first step"
     refuse(words, check_equal_models, [plan], transport, "models")

@@ -54,6 +54,18 @@ class Mixture(nn.Module):
         return (self.block(self.first(x).tanh()) @ self.last.weight).mean(1, keepdim=True)
 
 
+class ExpertsAlone(nn.Module):
+    def __init__(self, group: Any):
+        super().__init__()
+        torch.manual_seed(0)
+        self.block: Any = nn.Module()
+        self.block.experts = Experts(group)
+
+    def forward(self, x: Tensor) -> Any:
+        choice = torch.arange(len(x)) % EXPERTS
+        return self.block.experts(x[:, :WIDTH].contiguous(), choice).mean(1, keepdim=True)
+
+
 class Block(nn.Module):
     """A router, experts, and a shared part that sees all tokens."""
 
@@ -86,12 +98,14 @@ def mixture(kind: str) -> Any:
 
     kind: "sharded": over all four ranks, and experts over machines. "replicas": HSDP, and experts with a replica
     on each machine. "mixed": HSDP, and experts sharded over machines. "whole": four replicas, and experts with a
-    replica on each machine.
+    replica on each machine. "alone": no other parameters than experts, sharded over machines.
     """
     mesh = meshes()
-    model: Any = Mixture(mesh.get_group("expert"))
+    model: Any = (ExpertsAlone if kind == "alone" else Mixture)(mesh.get_group("expert"))
     experts = model.block.experts
     experts.weight = nn.Parameter(distribute_tensor(experts.weight.detach(), mesh["expert"], [Shard(0)]))
+    if kind == "alone":
+        return fully_shard(model, mesh=mesh["machine"])
     of_experts: Any = FSDPMeshInfo(mesh["machine"], 0)
     if kind in ("replicas", "whole"):
         of_experts = HSDPMeshInfo(mesh["machine", "one"], 1, 0)

@@ -3,24 +3,31 @@
 import warnings
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
 from cases import case
 from parallel import sharded
 from parallel.found import refused
 from parallel.mixture import mixture
-from parallel.ranks import each_rank_of, over, torchrun
+from parallel.ranks import each_rank_of, over, running_group, torchrun
 from parallel.sharded import accumulate, batches, build, kept, loss_of, network, shard, train, whole
+from states import assert_equal
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from dgc import compression as methods
+from dgc.comm.collectives import all_gather_object
 from dgc.core.bucket import local_part
-from dgc.fsdp import compress, quantize
+from dgc.fsdp import compress, load_state, quantize, save_state
 from dgc.memory import DGCSGDMemory
 from dgc.optim import DGCSGD
 
@@ -180,6 +187,33 @@ def test_experts_on_a_mesh_of_their_own_are_trained_as_without_us(transport: Any
             assert all(map(torch.equal, parts(model), parts(native[kind])))
 
 
+def columns_and_rows(is_sharded: bool) -> Any:
+    """Two layers under tensor parallelism, with two replicas, or with two shards."""
+    mesh = kept("tensors", lambda: init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("machine", "one", "tensor")))
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(sharded.FEATURES, 8), nn.Tanh(), nn.Linear(8, 1), nn.Tanh())
+    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    return fully_shard(model, mesh=mesh["machine"] if is_sharded else mesh["machine", "one"])
+
+
+@on_ranks
+def test_tensor_parallelism_is_trained_as_without_us(transport: Any) -> None:
+    inputs = batches(5, transport.rank // 2)  # the two ranks of a layer have the same data
+    for is_sharded in (False, True):
+        start: Any = quantize if is_sharded else compress
+        native, model, rounded = (columns_and_rows(is_sharded) for _ in range(3))
+        exchanges = [start(model, None), start(rounded, 8 if is_sharded else methods.TwoPhaseCompressor())]
+        for own in (native, model, rounded):
+            train(own, torch.optim.SGD(own.parameters(), lr=0.02, momentum=0.9, foreach=False), inputs)
+        with case(is_sharded):
+            assert all(map(torch.equal, parts(model), parts(native)))
+            bias = all_gather_object(transport, parts(rounded)[-1])  # which both ranks of a layer have
+            assert bias[0].equal(bias[1]) and bias[2].equal(bias[3])
+            assert not all(map(torch.equal, parts(rounded), parts(native)))
+        for exchange in exchanges:
+            exchange.close()
+
+
 @on_ranks
 def test_groups_have_different_numbers_of_replicas(transport: Any) -> None:
     """Gloo adds four numbers in an order that depends on the number of elements."""
@@ -215,7 +249,7 @@ def test_what_experts_send_plus_the_error_is_the_gradient(transport: Any) -> Non
 @on_ranks
 def test_nan_in_the_gradient_of_one_expert_drops_the_step_everywhere(transport: Any) -> None:
     """Two ranks have the other experts."""
-    for kind, start in KINDS:
+    for kind, start in [*KINDS, ("alone", quantize)]:
         model = mixture(kind)
         exchange = start(model, methods.TwoPhaseCompressor() if start is compress else 8)
         optimizer, inputs = sgd(model), batches(3, transport.rank)
@@ -235,3 +269,129 @@ def test_nan_in_the_gradient_of_one_expert_drops_the_step_everywhere(transport: 
             assert all(p.isfinite().all() for p in parts(model))
             assert not all(map(torch.equal, parts(model), before))
         exchange.close()
+
+
+def of_shape(replicas: int) -> Any:
+    """All ranks in as many replicas."""
+    shape = replicas, dist.get_world_size() // replicas
+    names = ("replica", "shard")
+    return shard(network(), kept(f"shape {shape}", lambda: init_device_mesh("cpu", shape, mesh_dim_names=names)))
+
+
+def content(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a checkpoint, whole, by table and parameter. Collective.
+
+    The second phase of two has errors of its own, in place of which a rank may have errors of the first.
+    """
+    found = checkpoint.FileSystemReader(folder).read_metadata().state_dict_metadata
+    tensors = {key: torch.zeros(entry.size) for key, entry in found.items() if hasattr(entry, "size")}
+    checkpoint.load(tensors, checkpoint_id=folder)
+    sums: dict[str, Tensor] = {}
+    for key, rows in tensors.items():
+        key = key.replace(".server_errors.", ".errors.")
+        sums[key] = sums[key] + rows if key in sums else rows
+    return sums
+
+
+@pytest.mark.parametrize("name", ["dgc", "powersgd", "4 bits"])
+@on_ranks
+def test_the_mean_error_stays_on_other_shards_and_replicas(transport: Any, tmp_path: Path, name: str) -> None:
+    inputs = batches(4, transport.rank)
+    for i, replicas in enumerate((2, 4, 1, 2)):
+        model = of_shape(replicas)
+        exchange = compress(model, METHODS[name]())
+        first, own = tmp_path / "first", tmp_path / f"{i}"
+        if i == 0:
+            train(model, dgc_sgd(model), inputs[:3])
+            save_state(exchange, first)
+        load_state(exchange, first)
+        save_state(exchange, own)
+        saved, again = content(first), content(own)
+        assert again.keys() == saved.keys() and any(rows.any() for rows in saved.values())
+        for key, rows in again.items():
+            with case(replicas, key):
+                assert len(rows) == replicas and (replicas != 2 or rows.equal(saved[key]))
+                torch.testing.assert_close(rows.mean(0), saved[key].mean(0), rtol=1e-5, atol=1e-7)
+        train(model, dgc_sgd(model), inputs[3:])
+        assert exchange.compression_state_dict()["identity"]["step"] == 4
+        exchange.close()
+
+
+@sharded.on_machines
+def test_machines_keep_what_they_have_not_sent_in_a_checkpoint(transport: Any, tmp_path: Path) -> None:
+    """Their meshes do not know each other."""
+    states = []
+    for i in range(2):
+        model = shard(network(), sharded.machine(transport))
+        exchange = compress(model, METHODS["powersgd"](), transport=transport)
+        if i == 0:
+            train(model, dgc_sgd(model), batches(3, transport.rank))
+            save_state(exchange, tmp_path)
+        load_state(exchange, tmp_path)
+        states.append(exchange.compression_state_dict())
+        exchange.close()
+    assert_equal(states[0], states[1])
+
+
+def saved_by(transport: Any, folder: Path) -> None:
+    model = of_shape(2)
+    exchange = compress(model, METHODS["powersgd"]())
+    train(model, dgc_sgd(model), batches(3, transport.rank))
+    save_state(exchange, folder)
+    exchange.close()
+
+
+def loaded_by(transport: Any, folder: Path) -> None:
+    for replicas in (1, 2):
+        exchange = compress(of_shape(replicas), METHODS["powersgd"]())
+        load_state(exchange, folder)
+        save_state(exchange, folder / f"{replicas}")
+        saved, again = content(folder), content(folder / f"{replicas}")
+        assert saved.keys() == again.keys()
+        for key, rows in again.items():
+            torch.testing.assert_close(rows.mean(0), saved[key].mean(0), rtol=1e-6, atol=1e-8)
+        exchange.close()
+
+
+def test_the_mean_error_stays_on_half_as_many_ranks(tmp_path: Path) -> None:
+    running_group(torchrun, 4).run(saved_by, tmp_path)
+    running_group(torchrun, 2).run(loaded_by, tmp_path)
+
+
+CONTINUED: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "hsdp, dgc": (partial(of_hsdp, "plain"), METHODS["dgc"]),
+    "hsdp, powersgd": (partial(of_hsdp, "plain"), METHODS["powersgd"]),
+    "replicate": (replicated, METHODS["4 bits"]),
+    "experts": (partial(mixture, "replicas"), METHODS["dgc"]),
+    "experts, sharded": (partial(mixture, "mixed"), METHODS["4 bits"]),
+    "experts, quantized": (partial(mixture, "sharded"), lambda: None),
+}
+
+
+@pytest.mark.parametrize("name", CONTINUED)
+@on_ranks
+def test_a_loaded_run_continues_bit_for_bit(transport: Any, tmp_path: Path, name: str) -> None:
+    build_model, make = CONTINUED[name]
+
+    def start() -> tuple[Any, Any, Any]:
+        model = build_model()
+        exchange = quantize(model, 4) if make() is None else compress(model, make())
+        return model, dgc_sgd(model), exchange
+
+    inputs = batches(6, transport.rank)
+    model, optimizer, exchange = start()
+    train(model, optimizer, inputs[:3])
+    weights, state = get_state_dict(model, optimizer)
+    saved = {"model": weights, "optimizer": state, "exchange": exchange.state_dict()}
+    checkpoint.save(saved, checkpoint_id=tmp_path)
+    train(model, optimizer, inputs[3:])
+    exchange.close()
+    model_again, optimizer, exchange = start()
+    weights, state = get_state_dict(model_again, optimizer)
+    loaded: Any = {"model": weights, "optimizer": state, "exchange": exchange.state_dict()}
+    checkpoint.load(loaded, checkpoint_id=tmp_path)
+    set_state_dict(model_again, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+    exchange.load_state_dict(loaded["exchange"])
+    train(model_again, optimizer, inputs[3:])
+    exchange.close()
+    assert all(map(torch.equal, parts(model_again), parts(model)))
