@@ -36,6 +36,8 @@ configs.train.compression = Key(Config, Config(DenseCompressor))
 configs.train.gossip = Key(Config | None)
 # set by a file of configs/local: ranks train alone or gossip, and all exchange models every so many steps
 configs.train.local = Key(Config | None)
+# set by configs/local/groups.py: this run is a group, which meets others in the outer steps of train.local
+configs.train.groups = Key(Config | None)
 
 configs.train.precision = Key(str, "fp32")  # of the forward pass: "bf16" or, on a GPU, "fp16"
 configs.train.criterion = Key(Config, Config(torch.nn.CrossEntropyLoss))

@@ -25,7 +25,9 @@ from dgc_training.config_files import REPOSITORY
 from scripts.launch import environment, mpirun
 
 ROWS = sorted((REPOSITORY / "scripts/imagenet").glob("batch*.sh"))
-SCRIPTS = [REPOSITORY / f"scripts/{name}.sh" for name in ("common", "horovodrun", "mpirun", "slurm", "torchrun")]
+SCRIPTS = [
+    REPOSITORY / f"scripts/{name}.sh" for name in ("common", "groups", "horovodrun", "mpirun", "slurm", "torchrun")
+]
 SHELL = [*SCRIPTS, *REPOSITORY.glob("scripts/imagenet/*.sh"), *REPOSITORY.glob("scripts/gossip/*.sh")]
 OURS = ("HOSTS", "RANKS", "MPI_OPTIONS", "NETWORK", "INTERFACE", "TOPOLOGY", "EXPERIMENT", "LAUNCH", "REQUEUE")
 ELASTIC = ("ELASTIC", "MAX_MACHINES", "MIN_MACHINES", "RENDEZVOUS", "RESTARTS", "RUN_ID", "RDZV_CONF")
@@ -108,6 +110,12 @@ def test_errors_of_launchers() -> None:
         ("torchrun", {"RANKS": "2", "MIN_MACHINES": "3"}, TRAIN, "more than MAX_MACHINES, 1"),
         ("torchrun", {"RANKS": "2", "RENDEZVOUS": "a"}, TRAIN, "RENDEZVOUS is a"),
         ("torchrun", {"RANKS": "2", "RESTARTS": "0"}, TRAIN, "RESTARTS is 0"),
+        ("groups", {}, [], "no arguments for train.py"),
+        ("groups", {}, TRAIN, "COORDINATOR is not set"),
+        ("groups", {"COORDINATOR": "a:0"}, TRAIN, "COORDINATOR is a:0"),
+        ("groups", {"COORDINATOR": "a:1"}, TRAIN, "GROUP is not set"),
+        ("groups", {"COORDINATOR": "a:1", "GROUP": "x"}, TRAIN, "GROUP is x"),
+        ("groups", {"COORDINATOR": "a:1", "GROUP": "1", "HOSTS": "a:1,b:1"}, TRAIN, "a group is on one machine"),
     ]
     unknown = {"HOSTS": "localhost:1,nowhere.invalid:1", "DRY_RUN": ""}
     interface = {"RANKS": "1", "INTERFACE": "lo,eth99", "DRY_RUN": ""}
@@ -118,6 +126,13 @@ def test_errors_of_launchers() -> None:
     for script, variables, words, message in cases:
         done = shell(script, *words, **variables)
         assert done.returncode == 2 and message in done.stderr and not done.stdout, (script, variables, words)
+
+
+def test_groups() -> None:
+    line = line_of("groups", *TRAIN, COORDINATOR="a:29444", GROUP="3", RANKS="2", FOLDER="/tmp/x")
+    assert "agent.py --nproc-per-node 2 --max-restarts 10 --standalone " in line
+    assert "groups.address=a:29444" in line and "groups.folder=/tmp/x" in line
+    assert line.rstrip().endswith("--configs.train.groups.name=group3 --configs.seed=3")
 
 
 def test_torchrun() -> None:

@@ -106,7 +106,12 @@ def wrap_optimizer(
                 "train.schedule_lr_per_epoch must be True and train.checkpoint_every null"
             )
         return LocalOptimizer(
-            optimizer, model.named_parameters(), method, transport=transport, nonfinite=settings.nonfinite
+            optimizer,
+            model.named_parameters(),
+            method,
+            transport=transport,
+            nonfinite=settings.nonfinite,
+            groups=None if settings.groups is None else build(settings.groups),
         )
     return DistributedOptimizer(
         optimizer,

@@ -36,6 +36,8 @@ def require_complete(tree: DictConfig, devices: str) -> None:
             f"train.gossip is {tree.train.gossip._target_}, which belongs to train.local: stack a file of "
             "configs/local"
         )
+    if tree.train.groups is not None and tree.train.local is None:
+        raise ConfigError("train.groups meet in the outer steps of train.local: stack a file of configs/local")
     if models := next((key for key in ("local", "gossip") if tree.train[key] is not None), None):
         if tree.train.hierarchical in ("on", True):
             raise ConfigError(
