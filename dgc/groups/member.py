@@ -185,7 +185,8 @@ class Member:
                     yield Send(Leave())
                     return Outcome.ALONE
                 case GoOn(ready, reason) if ready == self._ready:
-                    self._log(f"no round: {reason}")
+                    if not only_heals:
+                        self._log(f"no round: {reason}")
                     return Outcome.ALONE
                 case Missed(ready) if ready == self._ready:
                     heals += 1

@@ -4,15 +4,25 @@ is counted twice, none of a living member is lost, and every schedule ends.
 `python -m pytest -m proof tests/groups` runs 1,000 schedules.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from groups.simulator import SetNumbers, World
+from local.test_outer_steps import COMPRESSIONS
+from optim.nets import net
+from torch.utils._pytree import tree_flatten
 
+from dgc.comm.lockstep import LockstepWorld
+from dgc.comm.meter import TrafficMeter
+from dgc.gossip.model import FlatModel
 from dgc.groups.coordinator import Coordinator
 from dgc.groups.member import Member
 from dgc.groups.messages import Commit, FromCoordinator
+from dgc.groups.steps import GroupSteps
+from dgc.local import Nesterov, OuterSteps
 
 FEW, MANY = 50, 1000
 
@@ -38,6 +48,60 @@ def test_the_law_holds_on_a_thousand_schedules() -> None:
 def test_a_coordinator_that_loses_its_file_counts_nothing_twice() -> None:
     for seed in range(10):
         World(seed, loses_file=True).finish()
+
+
+class Alone:
+    """A group that no coordinator leads."""
+
+    def begin(self, steps: GroupSteps, inside: Any, settings: str) -> None:
+        pass
+
+    def join(self) -> None:
+        pass
+
+    def outer_step(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+
+class RealNumbers:
+    """A small model with its exchange and outer optimizer. A step adds numbers that depend on it alone."""
+
+    def __init__(self, compression: Callable[[], Any]):
+        model = FlatModel(list(net().named_parameters()))
+        self.steps = GroupSteps(OuterSteps(2, outer=Nesterov(), compression=compression()), Alone())
+        self.steps.start(model, LockstepWorld(1).transports[0], TrafficMeter(), "simulated")
+        self.prepare, self.commit, self.void = self.steps.prepare, self.steps.commit, self.steps.void
+        self.doubt, self.forget, self.heal = self.steps.doubt, self.steps.forget, self.steps.heal
+        self.digest, self.state = self.steps.digest, self.steps.committed_state
+
+    def train(self, step: int) -> None:
+        z = self.steps.z
+        z.add_(torch.randn(z.shape, generator=torch.Generator().manual_seed(step)), alpha=0.01)
+
+    def committed(self, tag: Any) -> None:
+        pass
+
+    def same(self, state: Any) -> bool:
+        own, other = (tree_flatten(of)[0] for of in (self.state(), state))
+        return len(own) == len(other) and all(
+            torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(own, other, strict=True)
+        )
+
+
+def exchange_real(round: int, numbers: Sequence[Any]) -> list[int]:
+    return LockstepWorld(len(numbers)).run(lambda ranks: numbers[ranks.rank].steps.exchange_with(ranks, round))
+
+
+@pytest.mark.parametrize("name", ["dense", "2 bits", "rank 1", "4 bits"])
+@pytest.mark.usefixtures("no_type_checks")
+def test_real_models_stay_equal_on_a_drawn_schedule(name: str) -> None:
+    World(11, 3, make=partial(RealNumbers, COMPRESSIONS[name]), exchange=exchange_real, inner=3).finish()
 
 
 def _numbers_attempts_again(patch: pytest.MonkeyPatch) -> None:

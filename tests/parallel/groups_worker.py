@@ -1,13 +1,14 @@
 """A rank of a group that trains until it is ended: groups_worker.py ADDRESS NUMBER FOLDER KIND [SECONDS]
 
 Prints a line of JSON after each outer step: the committed state, its digest, and how long it has waited.
-KIND: plain (one rank), ddp or fsdp.
+KIND: plain (one rank), ddp or fsdp; torchrun: local steps of all ranks, without groups, for comparison.
 """
 
 import json
 import os
 import sys
 import time
+from itertools import count
 from typing import Any
 
 import torch
@@ -55,6 +56,8 @@ def made(kind: str, groups: Any) -> tuple[Any, Any, int]:
 def main(address: str, number: str, folder: str, kind: str, seconds: str = "1e9") -> None:
     torch.set_num_threads(1)
     tell(pid=os.getpid())
+    if kind == "torchrun":
+        return together()
     groups = connect(address, name=f"g{number}", folder=folder or None, log=lambda text: tell(log=text))
     model, own, rank = made(kind, groups)
     end, step, last = time.monotonic() + float(seconds), 0, -1
@@ -72,12 +75,27 @@ def main(address: str, number: str, folder: str, kind: str, seconds: str = "1e9"
                 attempt=groups.tag.attempt,
                 digest=groups.digest,
                 members=len(groups.members),
-                loss=float(loss),
+                loss=float(loss.detach()),
                 longest=groups.longest,
                 healed=groups.healed,
                 time=time.time(),
             )
     own.close()
+
+
+def together() -> None:
+    """Local steps of all ranks of a launcher, which starts all of them again if one ends."""
+    transport = connect_ranks("torch", timeout=60)
+    model = net()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.02)
+    own = LocalOptimizer(sgd, model.named_parameters(), outer(), transport=transport)
+    for step in count():
+        own.zero_grad()
+        loss_of(model, step % 50, transport.rank).backward()
+        own.step()
+        time.sleep(SLEEP)
+        if step % 10 == 9 and transport.rank == 0:
+            tell(round=step // 10, attempt=0, digest=0, members=1, time=time.time())
 
 
 def tell(**values: Any) -> None:
