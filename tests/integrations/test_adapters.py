@@ -290,38 +290,43 @@ def test_the_callback_does_nothing_in_a_single_process() -> None:
 
 
 def made() -> Any:
-    """A config with compression, whose parallelize_fn returns what the model's own one gets."""
-    config = config_of(lambda model, *, parallel_dims, training, parallelism: (model, parallel_dims))
+    """A config with compression, whose parallelize_fn returns a model and what the model's own one gets."""
+
+    def parallelize(model: Any, **parts: Any) -> Any:
+        model.parts = parts
+        return model
+
+    config = config_of(parallelize)
     assert compressed(config, DenseCompressor()) is config
     return config
 
 
-def test_the_model_is_sharded_without_replicas() -> None:
-    model, dims = parallelized(made(), "model", dims_of())
-    assert model == "model" and not dims.dp_replicate_enabled and dims.dp_replicate == 2
+def test_torchtitan_shards_the_model_as_without_compression() -> None:
+    config, dims, parallelism = made(), dims_of(ep_enabled=True), SimpleNamespace(spmd_backend="spmd_types")
+    model = parallelized(config, torch.nn.Linear(2, 2), dims, parallelism=parallelism)
+    parts = {"parallel_dims": dims, "training": config.training, "parallelism": parallelism}
+    assert model.parts == parts and parallelism.spmd_backend == "spmd_types"
 
 
-PARALLELISM = {"pp": "pipeline", "tp": "tensor", "cp": "context", "ep": "expert"}
+PARALLELISM = {"pp": "pipeline", "tp": "tensor", "cp": "context"}
 
 
 @pytest.mark.parametrize(("kind", "name"), PARALLELISM.items())
 def test_other_parallelism_is_refused(kind: str, name: str) -> None:
     with pytest.raises(ValueError, match=f"does not support {name} parallelism"):
-        parallelized(made(), "model", dims_of(**{f"{kind}_enabled": True}))
+        parallelized(made(), torch.nn.Linear(2, 2), dims_of(**{f"{kind}_enabled": True}))
+
+
+def test_a_single_replica_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"does not support one replica \(--parallelism.data_parallel_replicate"):
+        parallelized(made(), torch.nn.Linear(2, 2), dims_of(dp_replicate_enabled=False, dp_replicate=1))
 
 
 def test_cuda_graphs_of_the_command_line_are_refused() -> None:
     config = made()
     config.training.disable_cuda_graphs = False
     with pytest.raises(ValueError, match="does not support CUDA graphs"):
-        parallelized(config, "model", dims_of())
-
-
-def test_another_backend_of_the_command_line_is_refused() -> None:
-    config = made()
-    config.parallelism.spmd_backend = "full_dtensor"
-    with pytest.raises(ValueError, match="does not support --parallelism.spmd_backend other"):
-        parallelized(config, "model", dims_of())
+        parallelized(config, torch.nn.Linear(2, 2), dims_of())
 
 
 @pytest.mark.parametrize("library", ["transformers", "lightning"])

@@ -1,7 +1,7 @@
 """dgc.fsdp on two machines of two ranks. Two agents of torchrun stand for the machines."""
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from functools import partial
 from itertools import count
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
 from cases import case
-from integrations.titan import config_of, dims_of, parallelized
+from integrations.titan import Decoder, chunked_backward, config_of, dims_of, parallelized
 from parallel import sharded
 from parallel.found import digest, refused, told
 from parallel.sharded import (
@@ -34,7 +34,7 @@ from states import assert_equal
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -46,7 +46,7 @@ from dgc.comm.torch_distributed import connect
 from dgc.core.bucket import make_bucket
 from dgc.engine.state import BucketStates
 from dgc.fsdp import compress
-from dgc.integrations.torchtitan import compressed
+from dgc.integrations.torchtitan import compressed, reduce_once
 from dgc.memory import DGCSGDMemory
 from dgc.optim import DGCSGD
 from dgc.testing import Fleet
@@ -127,21 +127,28 @@ def test_gradients_that_fsdp2_does_not_average_are_those_of_hsdp(transport: Any)
             check_like_hsdp(transport, native, model, partial(dgc, 1.0), lr=0.01)
 
 
-def titan(transport: Any, make: Any = None, **dims: Any) -> tuple[Any, Any, Any]:
-    """What torchtitan does of its config until it trains: the model, its optimizer, and what holds optimizers."""
+def titan(make: Any = None, kind: Any = nn.Sequential, batch: int = -1) -> tuple[Any, Any, Any]:
+    """What torchtitan does of its config until it trains: the model, its optimizer, and what holds optimizers.
 
-    def parallelize(model: Any, *, parallel_dims: Any, training: Any, parallelism: Any, rest: str) -> Any:
-        assert rest == "rest"
-        shard(model, sharded.of_hsdp() if parallel_dims.dp_replicate_enabled else machine(transport))
-        sharded.divide(model, 1.0, sums=make is None)
+    make: Makes the compressor. None: FSDP2 alone. kind: The model's class. batch: The sequences of a step.
+    """
+
+    def parallelize(model: Any, *, parallel_dims: Any, training: Any, rest: str) -> Any:
+        assert rest == "rest" and parallel_dims.dp_replicate_enabled
+        fully_shard(model[-1], mesh=sharded.of_hsdp())
+        shard(model, sharded.of_hsdp())
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(make is None)
         return model
 
-    config, own = config_of(parallelize), dims_of(**dims)
+    config, dims = config_of(parallelize, batch), dims_of()
     if make is not None:
         config = compressed(config, make())
     with torch.device("meta"):
-        model = network()
-    model = parallelized(config, model, own, rest="rest").to_empty(device="cpu")
+        model = kind(*network())
+    model = parallelized(config, model, dims, rest="rest").to_empty(device="cpu")
     start = network().state_dict()
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -150,24 +157,65 @@ def titan(transport: Any, make: Any = None, **dims: Any) -> tuple[Any, Any, Any]
     optimizers = SimpleNamespace(state_dict=lambda: deepcopy(inner.state_dict()))
     optimizers.load_state_dict = inner.load_state_dict
     if config.model_spec.post_optimizer_build_fn:
-        config.model_spec.post_optimizer_build_fn(optimizers, [model], own)
+        config.model_spec.post_optimizer_build_fn(optimizers, [model], dims)
     return model, inner, optimizers
 
 
 @on_machines
-def test_the_sums_of_torchtitan_are_the_sums_of_hsdp(transport: Any) -> None:
-    native, dense = (titan(transport, make) for make in (None, methods.DenseCompressor))
-    start = whole(native[0])
+def test_the_sums_of_torchtitan_are_the_sums_of_hsdp_bit_for_bit(transport: Any) -> None:
+    native, dense = titan(), titan(methods.DenseCompressor)
     for model, optimizer, _ in (native, dense):
         train(model, optimizer, batches(6, transport.rank))
-    check_near(dense[0], whole(native[0]), start)
+    assert torch.equal(whole(dense[0]), whole(native[0]))
     dense[2].exchange.close()
+
+
+def train_titan(model: Any, optimizer: Any, inputs: Sequence[Tensor], microbatches: int) -> None:
+    for first in range(0, len(inputs), microbatches):
+        optimizer.zero_grad()
+        for batch in inputs[first : first + microbatches]:
+            chunked_backward(model, batch)
+        optimizer.step()
+
+
+@on_machines
+def test_a_step_of_torchtitan_is_one_exchange(transport: Any) -> None:
+    """With a chunked loss and two microbatches: the bits of FSDP2, if it all-reduces once, and the bytes."""
+    inputs, start = batches(8, transport.rank), network()
+    native, dense = titan(kind=Decoder), titan(methods.DenseCompressor, kind=Decoder, batch=16)
+    often, plain = titan(kind=Decoder), titan(methods.DenseCompressor)
+    reduce_once(native[0], 2)
+    native[0].set_reduce_scatter_unused_params(True)  # the last backward pass does not use the last layer
+    for model, optimizer, _ in (native, dense, often):
+        train_titan(model, optimizer, inputs, 2)
+    train(*plain[:2], inputs[:4])
+    assert torch.equal(whole(dense[0]), whole(native[0]))
+    check_near(dense[0], whole(often[0]), sharded.flat(start))
+    sent, sent_in_steps = (each[2].exchange.meter.dense_wire_bytes for each in (dense, plain))
+    assert sent == sent_in_steps > 0
+    for _, _, optimizers in (dense, plain):
+        optimizers.exchange.close()
+
+
+@on_machines
+def test_validation_of_torchtitan_is_no_microbatch(transport: Any) -> None:
+    inputs, runs = batches(8, transport.rank), [titan(top_k, Decoder, batch=16) for _ in range(2)]
+    for (model, optimizer, _), is_validated in zip(runs, (False, True), strict=True):
+        for first in range(0, 8, 2):
+            train_titan(model, optimizer, inputs[first : first + 2], 2)
+            if is_validated:
+                with torch.no_grad():
+                    model(inputs[0])
+    runs[1][0].reshard()
+    assert torch.equal(whole(runs[0][0]), whole(runs[1][0]))
+    for _, _, optimizers in runs:
+        optimizers.exchange.close()
 
 
 @on_machines
 def test_the_optimizers_of_torchtitan_keep_what_is_not_sent(transport: Any) -> None:
     inputs = batches(6, transport.rank)
-    run, again = titan(transport, top_k), titan(transport, top_k)
+    run, again = titan(top_k), titan(top_k)
     train(*run[:2], inputs[:3])
     saved = {name: tensor.to_local().clone() for name, tensor in run[0].state_dict().items()}
     state = deepcopy(run[2].state_dict())
@@ -182,11 +230,6 @@ def test_the_optimizers_of_torchtitan_keep_what_is_not_sent(transport: Any) -> N
     assert torch.equal(whole(again[0]), whole(run[0]))
     for _, _, optimizers in (run, again):
         optimizers.exchange.close()
-
-
-@on_machines
-def test_torchtitan_with_another_number_of_replicas_is_refused(transport: Any) -> None:
-    refused("set --parallelism.data_parallel_replicate_degree 2", lambda: titan(transport, top_k, dp_replicate=4))
 
 
 METHODS: dict[str, Callable[[], Any]] = {
