@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from dgc import compression as methods
-from dgc.comm.collectives import all_gather_object
+from dgc.comm.collectives import all_gather_object, all_reduce
 from dgc.core.bucket import local_part
 from dgc.fsdp import compress, load_state, quantize, save_state
 from dgc.memory import DGCSGDMemory
@@ -395,3 +395,46 @@ def test_a_loaded_run_continues_bit_for_bit(transport: Any, tmp_path: Path, name
     train(model_again, optimizer, inputs[3:])
     exchange.close()
     assert all(map(torch.equal, parts(model_again), parts(model)))
+
+
+BITS = [16, 8, 4]
+LONG: dict[str, tuple[Callable[[], Any], Callable[[int], tuple[Any, Any]]]] = {
+    "hsdp": (partial(of_hsdp, "plain"), lambda bits: (compress, methods.TwoPhaseCompressor(bits))),
+    "replicate": (replicated, lambda bits: (compress, methods.TwoPhaseCompressor(bits))),
+    "experts": (partial(mixture, "replicas"), lambda bits: (compress, methods.TwoPhaseCompressor(bits))),
+    "experts, sharded": (partial(mixture, "sharded"), lambda bits: (quantize, bits)),
+}
+
+
+def noisy_loss(model: Any, batch: Tensor, step: int) -> Tensor:
+    """Of targets with noise, which no model can learn."""
+    noise = torch.randn(len(batch), 1, generator=torch.Generator().manual_seed(1000 * dist.get_rank() + step))
+    return (model(batch) - batch.sum(1, keepdim=True) - noise).square().mean()
+
+
+def loss_after(model: Any, steps: int, transport: Any) -> float:
+    """The mean loss of all ranks on batches that no step has seen."""
+    optimizer, inputs = sgd(model, 0.003), batches(steps + 100, transport.rank)
+    for step, batch in enumerate(inputs[:steps]):
+        optimizer.zero_grad()
+        noisy_loss(model, batch, step).backward()
+        optimizer.step()
+    with torch.no_grad():
+        losses = [noisy_loss(model, batch, step) for step, batch in enumerate(inputs) if step >= steps]
+    return float(all_reduce(transport, torch.stack(losses).mean().view(1)))
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("name", LONG)
+@each_rank_of(over(torchrun, 4))
+def test_the_loss_ends_where_it_does_without_us(transport: Any, name: str) -> None:
+    make, start_of = LONG[name]
+    native = loss_after(make(), 200, transport)
+    for bits in BITS:
+        model = make()
+        start, argument = start_of(bits)
+        exchange = start(model, argument)
+        loss = loss_after(model, 200, transport)
+        exchange.close()
+        with case(bits, loss, native):
+            assert abs(loss - native) < 0.005 * native
