@@ -213,8 +213,10 @@ HERE = {
     "ddp_step": "--ranks 2 --factors 1 --rounds 1 --warmup 3",
     "muon_step": "--ranks 2 --width 16 --rounds 1",
     "outer_speed": "--launcher torchrun --steps 1 --every 2 --delay 0 --batch 1 --methods fp16 diloco",
+    "sixteen_bits": "--ranks 2 --repeats 1 --warmup 0",
     "step_cost": "--ranks 1 --over gloo --sizes mlp --rounds 1 --warmup 2",
     "train_step": "--ranks 2 --model lm --batch 1 --repeats 1 --methods fsdp-noop fsdp-bf16-rows 4-8@fsdp",
+    "weight_differences": "--ranks 2 --layers 1 --repeats 1 --warmup 0",
 }
 UNDER_MPIRUN = {
     "exchange": "--ranks 2 --model resnet18 --warmup 1 --repeats 1 --methods noop dgc sgp horovod",
