@@ -15,7 +15,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cache, partial
 from pathlib import Path
@@ -44,14 +44,15 @@ from dgc.comm.requests import AllGather, AllToAll, Conversation, next_requests, 
 from dgc.comm.staging import StagedTransport
 from dgc.comm.torch_distributed import TorchTransport
 from dgc.core.bucket import Bucket, Segment, lay_out
+from dgc.core.graphs import SWITCH, StepGraphs
 from dgc.core.protocol import Compressor, Result, SparseResult, explained, joined
 from dgc.engine.loop import SideStream
 from dgc.engine.state import BucketStates
 from dgc.kernels import Merged, SparseVector
+from dgc.kernels.codes import CodeLayout, _layouts
 from dgc.kernels.launch import Launcher, bytes_moved
 from dgc.memory import DGCSGDMemory, ResidualMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
-from dgc.sparse.cuda_graphs import SWITCH, StepGraph
 from dgc.sparse.payloads import (
     CastValues,
     Int8Values,
@@ -141,6 +142,14 @@ def check_reports(results: Sequence[Result]) -> None:
         raise RuntimeError(said)
 
 
+def suppose_layouts(bounds: Iterable[Tensor]) -> None:
+    """Let codes of segments with bounds on the device "meta" have some size, because it cannot be read."""
+    for each in bounds:
+        if each.is_meta:
+            some = CodeLayout(torch.empty_like(each[:-1]), 1 << 20)
+            _layouts[each] = {(width, 1 << unit): some for width in (1, 2, 4, 8) for unit in range(10)}
+
+
 class Whole:
     """A step of a compressor over all buckets: gradient in, mean and residual out, with its read at the end."""
 
@@ -150,7 +159,11 @@ class Whole:
             Bucket(f"bucket{b}", segments_of(shapes), torch.float32, device) for b, shapes in enumerate(buckets)
         ]
         for bucket in self.buckets:
+            suppose_layouts([bucket.bounds])
             self.states.add(bucket, 1, 0)
+            suppose_layouts(self.states[bucket].constants.values())
+        self.begun: list[tuple[Any, Any]] = []
+        self.side = SideStream(device) if device.type == "cuda" else None
 
     def step(self, gradients: Sequence[Tensor]) -> list[Result]:
         results = self.reduce(gradients)
@@ -159,10 +172,33 @@ class Whole:
 
     def reduce(self, gradients: Sequence[Tensor]) -> list[Result]:
         """Do the step but for the read at its end."""
+        self.place(gradients)
+        return self.exchange()
+
+    def place(self, gradients: Sequence[Tensor]) -> None:
+        """Let the buckets use these gradients, as backward does."""
         for bucket, flat in zip(self.buckets, gradients, strict=True):
             for i, part in enumerate(flat.split([segment.numel for segment in bucket.segments])):
                 bucket.use_gradient(i, part)
-        return [alone(self.states.reduce(bucket)) for bucket in self.buckets]
+
+    def exchange(self) -> list[Result]:
+        """Exchange beside the current stream, as engines do, because that may be one without CUDA graphs."""
+        with self.side.after_caller() if self.side else nullcontext():
+            results = [alone(self.states.reduce(bucket)) for bucket in self.buckets]
+        if self.side:
+            self.side.join()
+        return results
+
+    def begin(self) -> None:
+        """Exchange until the first requests."""
+        self.begun = [(talk, next_requests(talk)) for talk in map(self.states.reduce, self.buckets)]
+
+    def end(self) -> None:
+        """Exchange from the first requests on."""
+        for conversation, requests in self.begun:
+            with suppress(StopIteration):
+                while True:
+                    requests = next_requests(conversation, tuple(map(reply_of_one, requests)))
 
 
 class Training:
@@ -228,6 +264,7 @@ def stress(
     """
     shapes: list[Shapes] = [[(64 * scale, 30 * scale)], [(100 * scale, 100 * scale), (500,)], [(40, 33)]]
     whole, meter = Whole(make_dgc(0.01), shapes, device), TrafficMeter()
+    beside = whole.side.after_caller if whole.side else nullcontext
     generator, sums = torch.Generator(device).manual_seed(transport.rank), []
     for bucket in whole.buckets:
         whole.states.add(bucket, transport.size, transport.rank)
@@ -237,11 +274,15 @@ def stress(
         for bucket in whole.buckets:
             for i, segment in enumerate(bucket.segments):
                 bucket.use_gradient(i, torch.randn(segment.numel, generator=generator, device=device))
-            reducing = whole.states.reduce(bucket)
-            running.append((RunningConversation(f"stress.{bucket.name}", reducing, transport, meter), bucket))
+            with beside():
+                reducing = whole.states.reduce(bucket)
+                running.append((RunningConversation(f"stress.{bucket.name}", reducing, transport, meter), bucket))
         for conversation, bucket in running:
-            result = conversation.finish()
-            check_reports([result])
+            with beside():
+                result = conversation.finish()
+                check_reports([result])
+            if whole.side:
+                whole.side.join()
             if isinstance(result, SparseResult):
                 result.write_to(bucket)
             bits = bucket.flat.view(torch.int32)
@@ -432,12 +473,48 @@ def bytes_of_dgc(layout: Sequence[Sequence[Segment]], form: SparseFormat, ratio:
     return launches.moved
 
 
-MOST_CALLS = 350  # of Python and C, of PAYLOAD
 PAYLOAD = "DGC: gradient in, payload out"
+AS_GRAPHS = ", graphs"
+MOST_CALLS = {PAYLOAD: 320, PAYLOAD + AS_GRAPHS: 150}  # of Python and C
 
 
-def host_steps() -> dict[str, Do]:
-    """Steps of ResNet-50's gradients in 4 buckets of 25 MB on the device "meta", without the read at their end."""
+class NoGraph:
+    """In the place of a CUDA graph on the device "meta"."""
+
+    def replay(self) -> None:
+        pass
+
+    @staticmethod
+    @contextmanager
+    def capture(*arguments: Any, **options: Any) -> Iterator[None]:
+        yield
+
+
+@contextmanager
+def graphs_on_meta() -> Iterator[None]:
+    """Let graphs of buckets on the device "meta" do nothing."""
+    with (
+        patch.object(torch.cuda, "CUDAGraph", NoGraph),
+        patch.object(torch.cuda, "graph", NoGraph.capture),
+        patch.object(torch.cuda, "graph_pool_handle", lambda: None),
+        patch.object(torch.cuda, "current_stream", lambda device: None),
+    ):
+        yield
+
+
+class HostStep(NamedTuple):
+    """A step, and what is done before and after it without being measured."""
+
+    step: Do
+    before: Do = lambda: None
+    after: Do = lambda: None
+
+
+def host_steps(names: Sequence[str] = ()) -> dict[str, HostStep]:
+    """Steps of ResNet-50's gradients in 4 buckets of 25 MB on the device "meta", without the read at their end.
+
+    The buckets have the gradients before a step. names: of the steps to make, by default all.
+    """
     layout, meta = step_overhead.plan_buckets(step_overhead.resnet50()), torch.device("meta")
     form = FORMATS["fp16 values, int32 indices"]
     ours = Ours("triton", Predicted(), layout, 0.001, 0.9, form, "meta")
@@ -447,12 +524,26 @@ def host_steps() -> dict[str, Do]:
         "DGC: gradient in, mean out": partial(make_dgc, 0.001, values="fp16", indices="int32"),
         "DGC, sign and Rice": partial(make_dgc, 0.001, values="sign", indices="rice"),
         "PowerSGD, rank 4": lambda: compression.PowerSGDCompressor(4, 0),
+        "two phases, 8 bits": compression.TwoPhaseCompressor,
+        "scaled signs": compression.ScaledSignCompressor,
+        "QSGD": compression.QSGDCompressor,
     }
-    wholes = {name: partial(Whole(make(), shapes, meta).reduce, gradients) for name, make in methods.items()}
-    return {PAYLOAD: partial(ours.step, gradients), **wholes}
+    steps = {PAYLOAD: HostStep(partial(ours.step, gradients))}
+    for graphs, ending in ((lambda bucket: None, ""), (StepGraphs, AS_GRAPHS)):
+        for name, make in {PAYLOAD: methods["DGC: gradient in, mean out"], **methods}.items():
+            if (names and name + ending not in names) or name + ending in steps:
+                continue
+            with patch("dgc.engine.state.graphs_of", graphs):
+                whole = Whole(make(), shapes, meta)
+            place = partial(whole.place, gradients)
+            if name == PAYLOAD:
+                steps[name + ending] = HostStep(whole.begin, place, whole.end)
+            else:
+                steps[name + ending] = HostStep(whole.exchange, place)
+    return steps
 
 
-def host_cost(step: Do, repeats: int) -> dict[str, Any]:
+def host_cost(step: HostStep, repeats: int) -> dict[str, Any]:
     """Return milliseconds of a core, and calls of Python and C, of a step with launches replaced by nothing.
 
     A call from C, such as a mapped one, does not count.
@@ -462,25 +553,31 @@ def host_cost(step: Do, repeats: int) -> dict[str, Any]:
     def note(frame: Any, event: str, argument: Any) -> None:
         calls[event] += 1
 
-    for _ in range(6):  # tables are made, also of PowerSGD's other half step
-        step()
+    for _ in range(8):  # tables are made, also of PowerSGD's other half step, and graphs
+        step.before()
+        step.step()
+        step.after()
     for _ in range(repeats):
+        step.before()
         start = time.process_time()
-        step()
+        step.step()
         times.append(1e3 * (time.process_time() - start))
+        step.after()
+    step.before()
     sys.setprofile(note)
     try:
-        step()
+        step.step()
     finally:
         sys.setprofile(None)
+    step.after()
     return {"ms": median(times), "calls": calls["call"] + calls["c_call"]}
 
 
 def host_costs(names: Sequence[str] = (), repeats: int = 100) -> dict[str, dict[str, Any]]:
     """Return the costs of steps by name, by default of all."""
     nothing = patch.object(Launcher, "__call__", lambda *arguments: None)
-    with nothing, patch.object(kernels, "_asked", "triton"):
-        steps = host_steps()
+    with nothing, patch.object(kernels, "_asked", "triton"), graphs_on_meta():
+        steps = host_steps(names)
         return {name: host_cost(steps[name], repeats) for name in names or steps}
 
 
@@ -504,7 +601,8 @@ def laws(device: torch.device) -> Iterator[tuple[str, Callable[[], None]]]:
     for name, make in methods.items():
         yield f"{name} repeats bit for bit", lambda make=make: repeats(make, device)  # type: ignore[misc]
     yield "DGC on the GPU has the CPU's bits", lambda: dgc_is_alike(device)
-    yield "DGC as a CUDA graph has the same bits", lambda: graph_is_alike(device)
+    for name, make in GRAPHS.items():
+        yield f"{name} as CUDA graphs has the same bits", lambda make=make: graphs_are_alike(make, device)  # type: ignore[misc]
 
 
 AS_LAWS = "as-laws"
@@ -596,20 +694,27 @@ def dgc_is_alike(device: torch.device) -> None:
     assert alike(results(make_dgc(), device), expected), "the CPU gives other bits"
 
 
-def graph_is_alike(device: torch.device) -> None:
+GRAPHS: dict[str, Make] = {
+    "DGC": make_dgc,
+    "DGC, sign and Rice": lambda: make_dgc(values="sign", indices="rice"),
+    "scaled signs": compression.ScaledSignCompressor,
+    "QSGD": lambda: compression.QSGDCompressor(error_feedback=True),
+    "int8 blocks": compression.BlockwiseCompressor,
+    "two phases": compression.TwoPhaseCompressor,
+    "PowerSGD": lambda: compression.PowerSGDCompressor(2, 0),
+}
+
+
+def graphs_are_alike(make: Make, device: torch.device) -> None:
     """Of a bucket whose gradients are copied, because their addresses change."""
-    with plain_torch():
-        expected = results(make_dgc(), CPU, [(40, 33)], 12)
-    side = SideStream(device) if device.type == "cuda" else None
-    run = patch.object(StepGraph, "run", autospec=True, side_effect=StepGraph.run)
-    with run as runs, patch.dict(os.environ, {SWITCH: "1"}), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        with side.after_caller() if side else nullcontext():
-            found = results(make_dgc(), device, [(40, 33)], 12)
-    if side:
-        side.join()
-        assert runs.call_args.args[0].captures == 1, "no graph was captured"
-    assert alike(found, expected), "the graph gives other bits"
+    run, found = patch.object(StepGraphs, "reduce", autospec=True, side_effect=StepGraphs.reduce), {}
+    for switch in ("0", "1"):
+        with run as runs, patch.dict(os.environ, {SWITCH: switch}), warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            found[switch] = results(make(), device, [(40, 33)], 14)
+            if switch == "1" and device.type == "cuda":
+                assert runs.call_args.args[0].captures == 1, "no graph was captured"
+    assert alike(found["1"], found["0"]), "the graphs give other bits"
 
 
 def results(compressor: Compressor, device: torch.device, shapes: Shapes = SHAPES, steps: int = 4) -> list[Tensor]:
@@ -882,7 +987,7 @@ def print_bytes() -> dict[str, Any]:
 
 
 def print_host_costs() -> dict[str, Any]:
-    table = Table("host, 4 buckets", 32, [("ms", "ms", "9.2f"), ("calls", "calls", "9d")], host_costs())
+    table = Table("host, 4 buckets", 40, [("ms", "ms", "9.2f"), ("calls", "calls", "9d")], host_costs())
     return table.rows
 
 

@@ -25,6 +25,9 @@ class ServerState(State, ABC):
 
     chunk_errors: Float32[Tensor, "chunk"]
 
+    def moving(self) -> list[Tensor]:
+        return [*super().moving(), self.chunk_errors]
+
     @abstractmethod
     def server_errors(self, bucket: Bucket) -> Vector:
         """`chunk_errors` in the order of the bucket, with zeros in the chunks of other ranks."""

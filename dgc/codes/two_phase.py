@@ -48,7 +48,7 @@ from dgc.core.arguments import checked
 from dgc.core.bucket import Bucket
 from dgc.core.dense import DenseCompressor, place_of_mean
 from dgc.core.envelope import blank, envelope_of
-from dgc.core.protocol import Compressor, Reduced, Vector, reported
+from dgc.core.protocol import Compressor, Reduced, Repeats, Vector, reported
 from dgc.core.state import State, zeros
 from dgc.kernels import BlockCode
 from dgc.kernels.codes.blocks import SIZES
@@ -126,7 +126,7 @@ class TwoPhaseCompressor(Compressor):
             )
         if random and (bits != 16 or error_feedback):
             raise ValueError("random=True is for bits=16 without error feedback")
-        self.bits, self._seed = bits, seed
+        self.bits, self._random, self._seed = bits, random, seed
         self.error_feedback = bits != 16 if error_feedback is None else error_feedback
         self.code = kernels.code_of(bits, block, hadamard, random)
         self.second_code = kernels.code_of(second_bits, self.code.size, hadamard, random)
@@ -161,6 +161,10 @@ class TwoPhaseCompressor(Compressor):
         return code.seeded(crc32(words.encode()))
 
     # --- one step ---------------------------------------------------------------------------------
+
+    def repeats(self, bucket: Bucket, state: State) -> Repeats | None:
+        # plain PyTorch has no coder
+        return None if self._random or kernels.of(bucket.bounds).coder is None else Repeats()
 
     def reduce(self, bucket: Bucket, state: State) -> Conversation[Reduced]:
         bounds, blocks = bucket.bounds, kernels.of_code(self.code, bucket.bounds)

@@ -30,10 +30,14 @@ class AllReduce:
 
 @dataclass(frozen=True, eq=False)
 class AllGather:
-    """Gather one-dimensional tensors of one length. Reply: a tuple of all of them, by rank in the group."""
+    """Gather one-dimensional tensors of one length. Reply: a tuple of all of them, by rank in the group.
+
+    into: memory for the whole reply on the tensor's device, which a transport may use.
+    """
 
     tensor: Tensor
     group: Group = "world"
+    into: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,12 +48,14 @@ class AllToAll:
         tensor: One-dimensional tensor of sum(splits) elements.
         splits: Number of elements for each rank of the group.
         receives: Number of elements that each rank sends to this one. None: as in `splits`.
+        into: As in AllGather.
     """
 
     tensor: Tensor
     splits: tuple[int, ...]
     group: Group = "world"
     receives: tuple[int, ...] | None = None
+    into: Tensor | None = None
 
     @property
     def expected(self) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dgc.comm.channel import Channel, open_channel
-from dgc.comm.requests import Exchange, Reply, Request
+from dgc.comm.requests import AllGather, AllToAll, Exchange, Reply, Request
 from dgc.comm.transport import Transport, WrappingTransport
 
 
@@ -124,6 +124,8 @@ def _map_tensors(request: Request, change: Callable[[Tensor], Tensor]) -> Reques
             for source, into in request.receives.items()
         }
         return replace(request, sends=sends, receives=receives)
+    if isinstance(request, AllGather | AllToAll):
+        return replace(request, tensor=change(request.tensor), into=None)  # it is on the GPU
     return replace(request, tensor=change(request.tensor))
 
 

@@ -236,7 +236,7 @@ class TorchTransport(GroupedTransport):
             case AllReduce(_, op):
                 work = group.allreduce([tensor], _OPS[op])  # not dist.all_reduce, which takes twice the time
             case AllGather():
-                output = tensor.new_empty(len(members) * tensor.numel())
+                output = tensor.new_empty(len(members) * tensor.numel()) if request.into is None else request.into
                 work = getattr(group, _ALL_GATHER)(output, tensor)
                 output = output.view(len(members), tensor.numel()).unbind()
             case ReduceScatter(_, op):
@@ -245,7 +245,7 @@ class TorchTransport(GroupedTransport):
             case Broadcast(_, root):
                 work = dist.broadcast(tensor, members[root], group, async_op=True)
             case AllToAll(_, splits):
-                received = tensor.new_empty(sum(request.expected))
+                received = tensor.new_empty(sum(request.expected)) if request.into is None else request.into
                 counts = list(request.expected), list(splits)
                 work = dist.all_to_all_single(received, tensor, *counts, group, async_op=True)
                 output = received.split(counts[0])

@@ -47,6 +47,8 @@ class Bucket:
     `destinations` may say where the mean is needed: a one-dimensional tensor per segment, of the bucket's dtype. A
     compressor that writes the mean there, and not into `flat`, says so in its result.
 
+    `keeps_scratch`: whether methods keep the memory of their residuals on a GPU, so that its addresses repeat.
+
     Args:
         name: Pairs messages between ranks. It must be unique among buckets and the same on every rank.
         segments: The place of each gradient, without gaps.
@@ -63,6 +65,7 @@ class Bucket:
         self.dtype, self.device = dtype, device
         self.numel = sum(segment.numel for segment in segments)
         self._elsewhere: dict[int, Tensor] = {}
+        self.keeps_scratch = False
         self.destinations: tuple[Tensor, ...] | None = None
 
     @cached_property
@@ -110,6 +113,15 @@ class Bucket:
                 "optimizer or DistributedDataParallel is wrapped, or wrap it again"
             )
         self._elsewhere[i] = gradient.as_strided((self.segments[i].numel,), (1,))
+
+    @property
+    def elsewhere(self) -> dict[int, Tensor]:
+        """The gradients that are used where they are, by segment. They can be set, to use them once more."""
+        return dict(self._elsewhere)
+
+    @elsewhere.setter
+    def elsewhere(self, gradients: dict[int, Tensor]) -> None:
+        self._elsewhere = dict(gradients)
 
     def use_flat(self, i: int) -> None:
         """Use the content of `flat` for segment i."""

@@ -13,13 +13,14 @@ import dgc.kernels as kernels
 from dgc.comm.requests import Conversation
 from dgc.core.arguments import checked
 from dgc.core.bucket import Bucket
-from dgc.core.dense import DenseCompressor, kept_on_cpu, place_of_mean
+from dgc.core.dense import DenseCompressor, place_of_mean
 from dgc.core.envelope import Envelope, Flags, envelope_of
 from dgc.core.protocol import (
     Compressor,
     DenseResult,
     Position,
     Reduced,
+    Repeats,
     Vector,
     reported,
     reported_mean,
@@ -70,6 +71,13 @@ class ErrorFeedbackCompressor(Compressor):
         """The code of the elements, if kernels for whole steps may encode it in place of `exchange`."""
         return None
 
+    def repeats(self, bucket: Bucket, state: State) -> Repeats | None:
+        coder = kernels.of(bucket.bounds).coder
+        code = None if coder is None else self.code(bucket, state)
+        if coder is None or code is None or not coder.takes(code):
+            return None
+        return Repeats((), (kernels.seed_word(self.noise(bucket, state)),) if code.random else ())
+
     def given(self, state: State, measured: kernels.Measured) -> Conversation[Tensor | None]:
         """The cuts or thresholds of the code, if it has them, after the first pass of kernels for whole steps."""
         yield from ()
@@ -111,8 +119,10 @@ class ErrorFeedbackCompressor(Compressor):
             new = state.next()
             return Reduced(result, new, dropped=new)
         # the next step overwrites the residual of the state that is not taken
-        new = state.next(errors={"errors": kept}, scratch=kept_on_cpu(errors=state.errors["errors"]))
-        return Reduced(result, new, dropped=state.next(scratch=kept_on_cpu(errors=kept)))
+        before = state.errors["errors"]
+        keeps = bucket.keeps_scratch or kept.is_cpu  # PyTorch itself keeps the memory of other devices
+        new = state.next(errors={"errors": kept}, scratch={"errors": before} if keeps else {})
+        return Reduced(result, new, dropped=state.next(scratch={"errors": kept} if keeps else {}))
 
     def envelope(self, bucket: Bucket) -> Envelope:
         """The envelope of this bucket's payloads."""

@@ -115,6 +115,20 @@ class Use(Enum):
     OUTER_MUON = "the mean of what local steps of Muon have changed"
 
 
+@dataclass(frozen=True, eq=False)
+class Repeats:
+    """A step that does the same as others with the same key: only the content of tensors and the seeds differ.
+
+    Attributes:
+        key: What is equal in all of them, besides the compressor, and the addresses of gradients and state.
+        seeds: Those of the step, of up to 64 bits with a sign, in the order in which its kernels take them
+            (`dgc.kernels.launch.seed_slot`). As many in every step.
+    """
+
+    key: tuple[Any, ...] = ()
+    seeds: tuple[int, ...] = ()
+
+
 class Run(Protocol):
     """One use of a compressor: in an exchange, with the epoch there and the states of its buckets."""
 
@@ -146,6 +160,12 @@ class Compressor(ABC):
     keeps_server_errors: bool = False
     has_momentum: bool = False
     unsuited: Mapping[Use, str] = {}
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """What a base class says of its own `reduce` is not true of another one."""
+        super().__init_subclass__(**options)
+        if "reduce" in vars(cls) and "repeats" not in vars(cls):
+            cls.repeats = Compressor.repeats  # type: ignore[method-assign]
 
     @property
     def class_name(self) -> str:
@@ -190,6 +210,15 @@ class Compressor(ABC):
     @abstractmethod
     def reduce(self, bucket: Bucket, state: Any) -> Conversation[Reduced]:
         """Average a bucket in one step. The number of communication rounds is the same on every rank."""
+
+    def repeats(self, bucket: Bucket, state: Any) -> Repeats | None:
+        """Say that the next step on a GPU may be recorded as a CUDA graph (`dgc.core.graphs`). None: it may not.
+        A subclass with another `reduce` says it anew.
+
+        It must then not read a number from the device, nor launch a kernel with a number that differs between
+        steps with the same key. The tensors that it changes or replaces are `State.moving`.
+        """
+        return None
 
     def in_epoch(self, epoch: int) -> "Compressor":
         """Return the compressor with the settings of an epoch, counted from 0, the same on every rank.

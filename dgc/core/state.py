@@ -5,7 +5,7 @@ A checkpoint holds tables by the name of a parameter. It can therefore be loaded
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -49,6 +49,7 @@ class State:
     dense: bool | None = None
     partial: tuple[str, ...] = ()
     common: tuple[str, ...] = ()
+    counters: ClassVar[tuple[str, ...]] = ("steps",)  # numbers that steps increase
 
     def next(self: S, **changes: Any) -> S:
         """Return the state after one more step, with these attributes changed."""
@@ -59,6 +60,19 @@ class State:
         state = object.__new__(type(self))
         state.__dict__.update(self.__dict__, **changes)
         return state
+
+    def moving(self) -> list[Tensor]:
+        """Return the tensors that a step changes or replaces, in an order that depends on nothing else."""
+        return [*self.errors.values(), *self.local.values(), *self.scratch.values()]
+
+    def hidden(self) -> dict[str, Tensor]:
+        """Return a mapping in which a step replaces tensors, though it changes nothing else of its state."""
+        return {}
+
+    def counted_from(self: S, given: "State", before: "State") -> S:
+        """Return the state with its counters increased by the difference from `before` to `given`."""
+        steps = {name: getattr(given, name) - getattr(before, name) for name in self.counters}
+        return self.changed(**{name: getattr(self, name) + n for name, n in steps.items()})
 
     def unsent(self, bucket: Bucket) -> list[Tensor]:
         """Return tensors [numel], read-only. Their sum is what is not sent."""

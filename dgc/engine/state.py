@@ -21,6 +21,7 @@ from dgc.comm.requests import Conversation
 from dgc.comm.transport import Transport
 from dgc.core.arguments import FLAG, NUMBER, WHOLE, checked, require
 from dgc.core.bucket import Bucket, local_part
+from dgc.core.graphs import StepGraphs, graphs_of
 from dgc.core.protocol import Compressor, MomentumOwner, Reduced, Result
 from dgc.core.state import State, Tables, check_count, check_mapping
 from dgc.engine.drops import DropPolicy
@@ -259,6 +260,7 @@ class BucketStates:
         self._of: dict[str, tuple[Bucket, State]] = {}
         self._dropped: dict[str, State] = {}  # what replaces a state if the last step is dropped
         self.common: dict[str, list[str]] = {}
+        self._graphs: dict[str, StepGraphs | None] = {}
         compressor.used_by(self)
 
     def add(self, bucket: Bucket, size: int, rank: int) -> None:
@@ -267,6 +269,7 @@ class BucketStates:
         if self._epoch is not None:
             state = self.compressor.at_epoch(bucket, state, self._epoch)
         self._of[bucket.name] = bucket, state
+        self._graphs[bucket.name] = graphs_of(bucket)
 
     @property
     def names(self) -> set[str]:
@@ -296,7 +299,10 @@ class BucketStates:
         if not self._is_told:
             self._warn_of_no_epoch()
         state, epoch = self._of[bucket.name][1], self._epoch
-        conversation = self.compressor.reduce(bucket, state)
+        graphs = self._graphs.get(bucket.name)
+        conversation = (
+            self.compressor.reduce(bucket, state) if graphs is None else graphs.reduce(self.compressor, state)
+        )
         if not isinstance(conversation, GeneratorType):
             raise ValueError(
                 f"reduce of {self.compressor.class_name} must be a generator, which yields tuples of requests and "

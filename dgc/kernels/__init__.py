@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dgc.kernels.codes import Quantizers as Quantizers
+from dgc.kernels.codes import seed_word as seed_word
 from dgc.kernels.codes.blocks import BlockCode as BlockCode
 from dgc.kernels.codes.blocks import Blocks as Blocks
 from dgc.kernels.codes.elements import ElementCode as ElementCode

@@ -1,5 +1,6 @@
 """Launches, and cached tables for one launch per bucket. Tables are made without waiting for the device."""
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -67,6 +68,9 @@ class Launcher:
         key = device, site.key(arguments)
         compiled = site.compiled.get(key)
         if compiled is None:
+            recorder = _recorder.get()
+            if recorder is not None and recorder.captures:
+                raise RuntimeError(f"{kernel.fn.__name__} is not compiled for the arguments of this step")
             site.compiled[key] = self._launch_by_triton(kernel, programs, arguments)
             return
         stream = current_stream(torch.device("cuda", device)) if _raw_stream is None else _raw_stream(device)
@@ -274,26 +278,85 @@ def divided(bounds: Int64[Tensor, "bounds"], n: int, part: int) -> Int32[Tensor,
 
 def on_device(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return numbers of the host as a tensor. It is cached and must not be changed in place."""
-    table, holder = _table(values, dtype, device, current_stream(device)), _holder.get()
-    if holder is not None:
-        holder.append(table)
+    recorder = _recorder.get()
+    if recorder is None:
+        return _table(values, dtype, device, current_stream(device))
+    made = _table.cache_info().misses
+    table = recorder.keep(_table(values, dtype, device, current_stream(device)))
+    if recorder.captures and _table.cache_info().misses != made:
+        raise RuntimeError("the step needs a table that the steps before it have not made")
     return table
 
 
-_holder: ContextVar[list[Tensor] | None] = ContextVar("_holder", default=None)
+class Recorder:
+    """What the launches of a CUDA graph use. The graph keeps it.
+
+    Args:
+        seeds: Number of seeds that a step uses.
+        device: The GPU.
+
+    Attributes:
+        captures: Whether launches are captured at present. Nothing may then be compiled, or copied from the host.
+        unused: The seeds of this step that are not used yet.
+    """
+
+    def __init__(self, seeds: int, device: torch.device):
+        # each begins at a multiple of 16 bytes, so that they share the variant of a kernel
+        self._slots = torch.zeros(seeds, 2, dtype=torch.int64, device=device)
+        self._kept: dict[int, Tensor] = {}
+        self.captures, self.unused = False, deque[int]()
+
+    def begin(self, seeds: Sequence[int]) -> None:
+        """Begin a step with these seeds, in the order in which kernels take them."""
+        self.unused = deque(seeds)
+
+    def fill(self, seeds: Sequence[int]) -> None:
+        """Begin a step, and write its seeds to the device. No host memory is read later."""
+        self.begin(seeds)
+        for slot, seed in zip(self._slots, seeds, strict=True):
+            slot.fill_(seed)
+
+    def slot(self, seed: int) -> Int64[Tensor, "2"] | None:
+        """Return where a kernel finds its seed. None: it is not the next one of this step.
+
+        Raises:
+            RuntimeError: The same, while launches are captured.
+        """
+        if not self.unused or self.unused[0] != seed:
+            if self.captures:
+                raise RuntimeError("the step takes other random numbers than it says")
+            return None
+        self.unused.popleft()
+        return self._slots[len(self._slots) - len(self.unused) - 1]
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        self._kept[id(tensor)] = tensor
+        return tensor
+
+
+_recorder: ContextVar[Recorder | None] = ContextVar("_recorder", default=None)
 
 
 @contextmanager
-def holding_tables() -> Iterator[list[Tensor]]:
-    """Collect the tables that `on_device` returns, for a CUDA graph, whose kernels read them longer than the cache
-    keeps them.
-    """
-    tables: list[Tensor] = []
-    token = _holder.set(tables)
+def recording(recorder: Recorder, captures: bool = False) -> Iterator[Recorder]:
+    """Let the launches inside use a recorder."""
+    token, recorder.captures = _recorder.set(recorder), captures
     try:
-        yield tables
+        yield recorder
     finally:
-        _holder.reset(token)
+        _recorder.reset(token)
+
+
+def held(tensor: Tensor) -> Tensor:
+    """Return a tensor that a cache may drop, while a CUDA graph still uses it."""
+    recorder = _recorder.get()
+    return tensor if recorder is None else recorder.keep(tensor)
+
+
+def seed_slot(seed: int) -> Int64[Tensor, "2"] | None:
+    """Return where a kernel reads its seed, of 64 bits with a sign. None: the seed is an argument, as it is."""
+    recorder = _recorder.get()
+    return None if recorder is None else recorder.slot(seed)
 
 
 @lru_cache(maxsize=1024)
@@ -311,7 +374,19 @@ def zeros_on(device: torch.device, n: int) -> Int32[Tensor, "n"]:
     zeros = _zeros.get(key)
     if zeros is None or zeros.numel() < n:
         zeros = _zeros[key] = torch.zeros(1 << (n - 1).bit_length(), dtype=torch.int32, device=device)
-    return zeros[:n]
+    return held(zeros)[:n]
+
+
+_scratch: dict[tuple[torch.device, int], Tensor] = {}
+
+
+def scratch_on(device: torch.device, n: int) -> Int32[Tensor, "n"]:
+    """Return n words of any content that all launches of the current stream share: as `zeros_on`."""
+    key = (device, current_stream(device))
+    words = _scratch.get(key)
+    if words is None or words.numel() < n:
+        words = _scratch[key] = torch.empty(n, dtype=torch.int32, device=device)
+    return held(words)[:n]
 
 
 def pointers(

@@ -23,9 +23,10 @@ data. Undetermined directions are random.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from math import isfinite, prod
 from struct import pack, unpack
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 from zlib import crc32
 
 import torch
@@ -42,6 +43,7 @@ from dgc.core.protocol import (
     Compressor,
     DenseResult,
     Reduced,
+    Repeats,
     Report,
     Use,
     check_choice,
@@ -89,6 +91,7 @@ class PowerSGDState(State):
     keeps: bool = True
     partial: tuple[str, ...] = ("P", "Q")
     common: tuple[str, ...] = ("P", "Q")
+    counters: ClassVar[tuple[str, ...]] = ("steps", "half_steps")
 
     def random_factor(self, batch: Batch, side: str, k: int) -> Float32[Tensor, "B r d"]:
         """Random factors for the k-th half step of this step, the same on all ranks. -1: to begin it with."""
@@ -101,6 +104,14 @@ class PowerSGDState(State):
         return crc32(f"{self.seed} {self.layout.bucket.name} {side} {self.steps} {k}".encode())
 
     # --- state ------------------------------------------------------------------------------------
+
+    def moving(self) -> list[Tensor]:
+        found = [self.v, *self.P, *self.Q]
+        if self.deferred is not None:
+            found += chain.from_iterable(self.deferred.products)
+            errors = self.deferred.rounding_errors
+            found += [] if errors is None else [errors]
+        return found
 
     def error(self) -> Float32[Tensor, "n"]:
         """A copy of the error after the last step, to which `accumulate_` adds the gradients, in the order of the
@@ -376,6 +387,17 @@ class PowerSGDCompressor(Compressor):
         return self._rule.floats_sent(self._rule.layout(bucket, self.start_compressing_after_num_steps, {}))
 
     # --- one step ---------------------------------------------------------------------------------
+
+    def repeats(self, bucket: Bucket, state: PowerSGDState) -> Repeats | None:
+        h, begins = state.half_steps, state.steps <= self.start_compressing_after_num_steps
+        # random factors come from the host, and so do the first ones
+        if not (kernels.of(state.v).lowrank.fused and self.warm_start) or begins or state.deferred is None:
+            return None
+        sides = ["P"]  # of the factors that become orthonormal
+        if self.mode == "residual":
+            sides = ["QP"[(h + k) % 2] for k in range(self.num_iters_per_step)]
+        seeds = [state.random_key(side, k) for k, side in enumerate(sides if state.layout.batches else [])]
+        return Repeats((state.layout, h % 2), tuple(seeds))
 
     def reduce(self, bucket: Bucket, state: PowerSGDState) -> Conversation[Reduced]:
         if state.steps == self.start_compressing_after_num_steps:

@@ -40,14 +40,14 @@ from dgc.core.protocol import (
     Compressor,
     Position,
     Reduced,
+    Repeats,
     Run,
     Use,
     check_choice,
     fraction_of,
     reported,
 )
-from dgc.kernels import PassInputs, SparseVector
-from dgc.sparse.cuda_graphs import addresses_of, graph_of
+from dgc.kernels import PassInputs
 from dgc.sparse.memories import DGCSGDMemory, Memory, NoMemory, ResidualMemory, SparseState
 from dgc.sparse.payloads import (
     CastValues,
@@ -58,7 +58,7 @@ from dgc.sparse.payloads import (
     SparseFormat,
     ValueFormat,
 )
-from dgc.sparse.payloads.payload import Encoded, PayloadPlan
+from dgc.sparse.payloads.payload import PayloadPlan
 from dgc.sparse.selectors import Selector, quota_of
 from dgc.sparse.sums import EXCHANGES, AllGatherExchange
 
@@ -111,20 +111,26 @@ class SparseCompressor(Compressor):
 
     # --- one step ---------------------------------------------------------------------------------
 
+    def repeats(self, bucket: Bucket, state: SparseState) -> Repeats | None:
+        """Not in the first step of a ratio, nor after a dropped one."""
+        quota, sent, exchange = state.quota, state.sent, state.exchange
+        if quota is None or sent is None or state.dense or state.returned is not None:
+            return None
+        alike = quota.ratio == self.ratio and sent.values.numel() == quota.capacity
+        decoder = kernels.of(sent.values).decoder
+        if not (alike and self.selector.repeats and isinstance(exchange, AllGatherExchange)):
+            return None
+        return Repeats((quota,)) if decoder is not None and decoder.takes(exchange.payload.layout) else None
+
     def reduce(self, bucket: Bucket, state: SparseState) -> Conversation[Reduced]:
         replaced = None if self.memory.gradient_clipping is None else (yield from self.memory.clip(bucket))
-        if state.graph is not None and not state.dense:
-            state.graph.settle(bucket)
         inputs, state = self._begin(bucket, state)
         if state.dense:
             return (yield from self._reduce_dense(bucket, state, inputs, replaced))
         assert state.quota is not None
         # new for each bucket and step, and the same in a resumed run: dense steps count too
         seed = crc32(f"{self.seed} {bucket.segments[0].name} {state.steps - 1}".encode())
-        if state.graph is not None and self._repeats(state, inputs):
-            encoded = self._encode_as_graph(state, inputs, seed, replaced)
-        else:
-            encoded = self._encode(state, inputs, seed, replaced)
+        encoded = self._encode(state, inputs, seed, replaced)
         result, sent, returned = yield from state.exchange.mean(bucket, encoded)
         return Reduced(result, state.after(sent, returned), dropped=state)
 
@@ -136,34 +142,6 @@ class SparseCompressor(Compressor):
         if replaced is not None:
             first_nonfinite = replaced.minimum(first_nonfinite)
         return state.exchange.encode(selection.elements, first_nonfinite)
-
-    def _repeats(self, state: SparseState, inputs: PassInputs) -> bool:
-        """Whether a step is like the one before it: not the first one of a ratio, or after a dropped one."""
-        assert state.quota is not None
-        same_size = inputs.sent is not None and inputs.sent.values.numel() == state.quota.capacity
-        return same_size and isinstance(state.exchange, AllGatherExchange)
-
-    def _encode_as_graph(
-        self, state: SparseState, inputs: PassInputs, seed: int, replaced: Position | None
-    ) -> Encoded:
-        """`_encode` by a CUDA graph. What was sent, and the history, stay at their addresses."""
-        assert state.quota is not None and inputs.sent is not None
-        history, sent = state.quota.history, inputs.sent
-        keys, rest = list(history), [] if replaced is None else [replaced]
-
-        def work(*given: Tensor) -> tuple[Encoded, list[Tensor]]:
-            history.update(zip(keys, given[3:], strict=False))
-            own = replace(inputs, sent=SparseVector(*given[:3]))
-            encoded = self._encode(state, own, seed, given[-1] if rest else None)
-            new = encoded.sent
-            return encoded, [new.indices, new.values, new.count, *(history[key] for key in keys)]
-
-        passed = (inputs.momentum, inputs.nesterov, inputs.decay, inputs.masking)
-        constants = [state.quota, state.exchange, keys, len(rest), *passed, *addresses_of([inputs.u, inputs.v])]
-        given = [sent.indices, sent.values, sent.count, *history.values(), *rest]
-        encoded, kept = state.graph.run(constants, given, work)
-        history.update(zip(keys, kept[3:], strict=False))
-        return replace(encoded, sent=SparseVector(*kept[:3]))
 
     def _begin(self, bucket: Bucket, state: SparseState) -> tuple[PassInputs, SparseState]:
         """Return the pass over the gradient, and the state after it, with the quota of this step."""
@@ -289,8 +267,7 @@ class SparseCompressor(Compressor):
     def init(self, bucket: Bucket, size: int, rank: int) -> SparseState:
         self.format.indices.plan(0, bucket.numel)  # raises an error if the bucket is too large for the indices
         state = self.memory.init(bucket, size, rank)
-        graph = graph_of(bucket) if self.selector.repeats and state.errors else None
-        return replace(state, dense=False, rows=self.selector.rows, graph=graph)
+        return replace(state, dense=False, rows=self.selector.rows)
 
 
 class _Use:

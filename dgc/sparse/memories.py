@@ -37,7 +37,6 @@ class SparseState(State):
         exchange: How the ranks sum what this quota selects (`SparseExchange`).
         rows: Names and shapes of what the selector needs of its history, for each parameter.
         history: The history in a loaded state, by parameter, until `quota` is made. It belongs to one ratio.
-        graph: The CUDA graph of the encoding (`dgc.sparse.cuda_graphs`), if there is one.
     """
 
     masking: bool = False
@@ -47,7 +46,6 @@ class SparseState(State):
     exchange: Any = None
     rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     history: dict[str, dict[str, Any]] = field(default_factory=dict)
-    graph: Any = None
     partial: tuple[str, ...] = ("history",)
 
     @property
@@ -59,6 +57,13 @@ class SparseState(State):
     def v(self) -> Tensor:
         """Accumulated gradients that are not sent."""
         return next(iter(self.errors.values()))
+
+    def moving(self) -> list[Tensor]:
+        sent = [] if self.sent is None else [self.sent.indices, self.sent.values, self.sent.count]
+        return [*super().moving(), *sent, *self.hidden().values()]
+
+    def hidden(self) -> dict[str, Tensor]:
+        return {} if self.quota is None else self.quota.history
 
     def after(self, sent: SparseVector, returned: SparseVector | None = None) -> "SparseState":
         """Return the state that records what a step has sent, and what it has returned."""

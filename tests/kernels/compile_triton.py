@@ -19,6 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from dgc.kernels.codes import seed_word
 from dgc.kernels.codes.blocks import BlockCode
 from dgc.kernels.codes.elements import ElementCode, Form, Scale
 from dgc.kernels.codes.halves import HalfCode
@@ -26,7 +27,7 @@ from dgc.kernels.codes.triton import TritonQuantizers
 from dgc.kernels.codes.triton_blocks import TritonBlocks
 from dgc.kernels.codes.triton_elements import TritonElementCoder
 from dgc.kernels.codes.triton_halves import TritonHalves
-from dgc.kernels.launch import WARPS, Launcher
+from dgc.kernels.launch import WARPS, Launcher, Recorder, recording
 from dgc.kernels.lowrank import Batch, Cast, SentUpdate
 from dgc.kernels.lowrank.triton import TritonLowRank
 from dgc.kernels.payload import Terms
@@ -187,6 +188,10 @@ def every_code(coder: Any, dtypes: Any) -> None:
             measured = coder.measure_(code, (v,), v, keep)
             seed = 2**32 - 1 if code.random else None
             payload, _ = coder.encode(code, v, measured, None, seed, keep, bounds, terms)
+            if seed is not None:  # also on the device
+                with recording(Recorder(1, v.device)) as recorder:
+                    recorder.begin([seed_word(seed)])
+                    coder.encode(code, v, measured, None, seed, keep, bounds, terms)
         coder.mean_into_(v, code, [payload] * 2, each if code.form == Form.TERNARY else None)
     for dtype in dtypes:
         p = torch.zeros(n, dtype=dtype)
@@ -232,6 +237,9 @@ def every_product(products: Any, dtypes: Any, lengths: Any) -> None:
     products.remove_(v, shapes, last)
     for rank, length in product((1, 2, 4, 32), lengths):
         products.orthonormal([torch.zeros(1, rank, length)], False, 1e-8, 2**32 - 1)
+        with recording(Recorder(1, v.device)) as recorder:
+            recorder.begin([5])
+            products.orthonormal([torch.zeros(1, rank, length)], False, 1e-8, 5)
 
 
 def everything(dtypes: Any, lengths: Any = (50, 20000)) -> None:

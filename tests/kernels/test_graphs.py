@@ -1,275 +1,337 @@
-"""CUDA graphs of DGC's encoding, without a GPU: what is captured is the same in every step, and can be replayed.
+"""CUDA graphs of whole steps, without a GPU: what is recorded is the same in every step, and can be replayed.
 
-In the place of torch.cuda.CUDAGraph, `Recording` notes launches in Triton's interpreter and operations of PyTorch
-with their tensors, without doing them, and does them when it is replayed.
+`kernels.graphs.Recording` takes the place of torch.cuda.CUDAGraph.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from typing import Any
-from unittest.mock import Mock, patch
+from unittest.mock import Mock
 
 import pytest
 import torch
+from engines import engine_of, step
+from kernels.graphs import CPU, Rank, Recording, signature, stand_in
 from kernels.interpreter import interpreter as interpreter
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
 
-from benchmarks._gpu_steps import FREE, Whole, same_bits
+from benchmarks._gpu_steps import same_bits
 from dgc import kernels
-from dgc.comm.requests import next_requests
-from dgc.compression import DGCCompressor, SparseCompressor
+from dgc.comm.lockstep import LockstepWorld
+from dgc.comm.staging import HostCopy
+from dgc.compression import (
+    BlockwiseCompressor,
+    ChunkCompressor,
+    DGCCompressor,
+    PowerSGDCompressor,
+    QSGDCompressor,
+    ScaledSignCompressor,
+    SignSGDCompressor,
+    SparseCompressor,
+    ThresholdCompressor,
+    TwoPhaseCompressor,
+)
+from dgc.core import graphs as graphs_module
 from dgc.core.bucket import Bucket
-from dgc.kernels.launch import Launcher
+from dgc.core.graphs import WARM_UP, StepGraphs, graphs_of
+from dgc.core.protocol import Repeats
+from dgc.kernels.launch import Recorder, on_device, recording
 from dgc.memory import ClipByNorm, DGCSGDMemory, NoMemory, ResidualMemory
-from dgc.sparse import compressor as sparse
-from dgc.sparse.cuda_graphs import WARM_UP, StepGraph, graph_of
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off on a GPU")
-SHAPES = [(20, 30), (15, 20)]
-NUMEL = 900
-CPU = torch.device("cpu")
-
-
-def place(t: Tensor) -> int:
-    return t.untyped_storage().data_ptr()
-
-
-class Recording(TorchDispatchMode):
-    """A stand-in for a CUDA graph. Unless it `runs`, nothing is done in its context but to allocate results."""
-
-    def __init__(self, runs: bool = False) -> None:
-        super().__init__()
-        self.runs, self.replays = runs, 0
-        self.calls: list[tuple[str, Any, tuple[Any, ...], Any]] = []  # name, function, arguments, result
-        self.made: list[Tensor] = []  # what was allocated
-
-    def __enter__(self) -> "Recording":
-        launch = Launcher.__call__
-
-        def recorded(launcher: Any, kernel: Any, *arguments: Any) -> None:
-            def again(*arguments: Any) -> None:
-                with _disable_current_modes():
-                    launch(launcher, kernel, *arguments)
-
-            self.calls.append((kernel.fn.__name__, again, arguments, None))
-            if self.runs:
-                again(*arguments)
-
-        self._patch = patch.object(Launcher, "__call__", recorded)
-        self._patch.start()
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._patch.stop()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, kwargs = func.overloadpacket.__name__, kwargs or {}
-        in_place = func._schema.is_mutable
-        result = args[0] if in_place and not self.runs else func(*args, **kwargs)
-        given = {place(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        self.made += [t for t in tree_leaves(result) if isinstance(t, Tensor) and place(t) not in given]
-        if name not in FREE:
-            self.calls.append((name, lambda *a: func(*a, **kwargs), args, None if in_place else result))
-        return result
-
-    def replay(self) -> None:
-        self.replays += 1
-        for _, function, arguments, result in self.calls:
-            again = function(*arguments)
-            for to, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
-                if isinstance(to, Tensor):
-                    to.copy_(new)
-
-    def signature(self) -> list[Any]:
-        """Each call with its constants and addresses. What the work has allocated counts by its number."""
-        numbers = {place(t): i for i, t in enumerate(self.made)}
-
-        def told(x: Any) -> Any:
-            if not isinstance(x, Tensor):
-                return str(x)
-            return numbers.get(place(x), f"at {place(x)}"), x.storage_offset(), tuple(x.shape), x.dtype
-
-        return [(name, tree_map(told, arguments)) for name, _, arguments, _ in self.calls]
 
 
 @pytest.fixture
-def captured(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
-    """The graphs that are captured."""
-    graphs: list[Recording] = []
-
-    @contextmanager
-    def capture(graph: Recording, stream: Any, capture_error_mode: str) -> Iterator[None]:
-        assert capture_error_mode == "thread_local" and stream == f"the stream on {CPU}"
-        graphs.append(graph)
-        with graph:
-            yield
-
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Recording)
-    monkeypatch.setattr(torch.cuda, "graph", capture)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream on {device}")
-    return graphs
-
-
-class Rank(Whole):
-    """The only rank, with one bucket, and the graph if it is given. Otherwise it uses plain PyTorch."""
-
-    def __init__(self, compressor: Any, graph: StepGraph | None):
-        self.backend, self.compressor, self.graph = "triton" if graph else "reference", compressor, graph
-        with patch.object(sparse, "graph_of", lambda bucket: graph):
-            super().__init__(compressor, [SHAPES], CPU)
-        (self.bucket,), self.gradient = self.buckets, torch.empty(NUMEL)
-
-    def run(self, number: int, watch: Any = None, moves: bool = False) -> list[Tensor]:
-        """A step with the gradient of this number, NaN if below 0. Returns its mean and the state after it."""
-        self.gradient = torch.empty(NUMEL) if moves else self.gradient
-        self.gradient.copy_(torch.randn(NUMEL, generator=torch.Generator().manual_seed(abs(number))))
-        if number < 0:
-            self.gradient[7] = torch.nan
-        for i, part in enumerate(self.gradient.split([segment.numel for segment in self.bucket.segments])):
-            self.bucket.use_gradient(i, part)
-        conversation = self.states.reduce(self.bucket)
-        with patch.object(kernels, "_asked", self.backend):
-            request: Any
-            with watch or nullcontext():
-                (request,) = next_requests(conversation)
-            with pytest.raises(StopIteration) as ended:
-                next_requests(conversation, ((request.tensor.clone(),),))
-        result = ended.value.value
-        result.write_to(self.bucket)
-        assert (result.nonfinite is not None) == (number < 0)
-        if number < 0:
-            self.states.rollback(self.bucket)
-        state = self.states[self.bucket].settled()
-        return [self.bucket.flat.clone(), *state.local.values(), *state.errors.values()]
+def recorded() -> Any:
+    """The graphs that are recorded."""
+    found: list[Recording] = []
+    with stand_in(found):
+        yield found
 
 
 CLIPPING = DGCSGDMemory(0.9, True, ClipByNorm(1.0))
-METHODS = {
+METHODS: dict[str, Any] = {
     "DGC": lambda: DGCCompressor(0.02, DGCSGDMemory(0.9), values="fp16", indices="int32"),
-    "clipping": lambda: DGCCompressor(0.02, CLIPPING, values="int8", indices="rice"),
+    "DGC, clipping, coded": lambda: DGCCompressor(0.02, CLIPPING, values="int8", indices="rice"),
     "top-k": lambda: SparseCompressor(0.02, ResidualMemory(), "predicted", values="bf16"),
+    "signs": ScaledSignCompressor,
+    "signSGD": lambda: SignSGDCompressor(0.9),
+    "2 bits": lambda: ThresholdCompressor(2, None, 0.7, wire="gather"),
+    "QSGD": lambda: QSGDCompressor(error_feedback=True),
+    "int8 blocks": BlockwiseCompressor,
+    "two phases, 8 bits": TwoPhaseCompressor,
+    "two phases, 4 bits": lambda: TwoPhaseCompressor(4, hadamard=True),
+    "two phases, 16 bits": lambda: TwoPhaseCompressor(16),
+    "PowerSGD": lambda: PowerSGDCompressor(2, 0),
+    "PowerSGD, two half steps": lambda: PowerSGDCompressor(2, 0, 2, wire="fp16"),
+    "PowerSGD, paper": lambda: PowerSGDCompressor(2, 0, mode="paper"),
 }
+FAMILIES = ["DGC", "QSGD", "two phases, 8 bits", "PowerSGD"]
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_every_step_launches_the_same(captured: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """The same kernels and operations, with the same grids, constants and addresses, from the third step on."""
-    monkeypatch.setattr("dgc.sparse.cuda_graphs.WARM_UP", 99)
-    rank, steps = Rank(METHODS[name](), StepGraph("bucket", CPU)), []
-    for number in range(1, 6):
-        watch = Recording(runs=True)
-        rank.run(number, watch)
-        steps.append(watch.signature())
-    assert steps[2] == steps[3] == steps[4] and steps[1] != steps[2] and captured == []
+def test_every_second_step_launches_the_same(name: str) -> None:
+    """The same kernels and operations, with the same grids, constants and addresses, from the fourth step on."""
+    rank, steps = Rank(METHODS[name](), has_graphs=False), []
+    rank.bucket.keeps_scratch = True
+    for number in range(7):
+        rank.run(number, watches=number > 2)
+        steps.append(signature(rank.watched, rank.before))
+    assert steps[3] == steps[5] and steps[4] == steps[6] and len(steps[3]) > 2
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_replays_have_the_same_bits(captured: Any, name: str) -> None:
-    """Those of plain PyTorch. A step after a dropped one runs without the graph."""
-    graph = StepGraph("bucket", CPU)
-    graphed, eager = Rank(METHODS[name](), graph), Rank(METHODS[name](), None)
-    for number in (1, 2, 3, 4, 5, -6, 7, 8, -9, -10, 11, 12):
-        for ours, theirs in zip(graphed.run(number), eager.run(number), strict=True):
-            assert number < 0 or same_bits(ours, theirs), number
-    # steps 2 to 4 are the warm-up
-    assert [own.replays for own in captured] == [5] and graph.captures == 1
-
-
-@pytest.fixture
-def both_ranks() -> tuple[Rank, Rank]:
-    """A rank with a graph, and one without."""
-    ratios: dict[str, Any] = {"warmup_epochs": 2, "warmup_coeff": [0.05, 0.02]}
-    graph = StepGraph("bucket", CPU)
-    first, second = (Rank(DGCCompressor(0.02, DGCSGDMemory(0.9), **ratios), of) for of in (graph, None))
-    for rank in (first, second):
-        rank.states.begin_epoch(0)
-    return first, second
-
-
-def check_steps(ranks: tuple[Rank, Rank], numbers: range, moves: bool = False) -> None:
-    """The steps of these numbers have the same bits with a graph and without."""
+def check_steps(name: str, numbers: Any, ours: Rank, theirs: Rank, **how: Any) -> None:
+    """The steps of these numbers have the same bits with graphs and without."""
     for number in numbers:
-        assert all(map(same_bits, *(rank.run(number, moves=moves) for rank in ranks))), number
+        found, expected = ours.run(number, **how), theirs.run(number)
+        assert number < 0 or all(map(same_bits, found, expected)), (name, number)
 
 
-def change_momentum(rank: Rank) -> None:
+@pytest.mark.parametrize(
+    ("name", "replies_move"), [*((name, False) for name in METHODS), *((name, True) for name in FAMILIES)]
+)
+def test_replays_have_the_bits_of_steps_without_graphs(recorded: Any, name: str, replies_move: bool) -> None:
+    """Also after steps that were dropped, which may run without a graph."""
+    ours, theirs = (Rank(METHODS[name](), has_graphs) for has_graphs in (True, False))
+    ours.replies_move = replies_move
+    check_steps(name, (1, 2, 3, 4, 5, 6, -7, -8, 9, 10, 11, 12), ours, theirs)
+    assert ours.graphs is not None and ours.graphs.captures == 1
+    assert all(graph.replays >= 2 for graph in recorded)
+    assert_alike(ours.states.state_dict(), theirs.states.state_dict())
+
+
+def assert_alike(found: Any, expected: Any) -> None:
+    if isinstance(expected, Tensor):
+        assert same_bits(found, expected)
+    elif isinstance(expected, dict):
+        assert list(found) == list(expected)
+        for key in expected:
+            assert_alike(found[key], expected[key])
+    else:
+        assert found == expected
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_gradients_of_half_precision_have_graphs(recorded: Any, name: str) -> None:
+    ours, theirs = (Rank(METHODS[name](), has_graphs, torch.bfloat16) for has_graphs in (True, False))
+    check_steps(name, range(1, 7), ours, theirs)
+    assert ours.graphs is not None and ours.graphs.captures == 1
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_engine_reads_once_per_step_of_graphs(
+    recorded: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """With several buckets. The means are those without graphs."""
+    monkeypatch.setattr("dgc.comm.requests.HOST", "none")
+    monkeypatch.setattr(kernels, "_asked", "triton")
+    read = Mock(side_effect=HostCopy)
+    monkeypatch.setattr("dgc.engine.loop.HostCopy", read)
+    theirs = engine_of(LockstepWorld(1).transports[0], METHODS[name]())
+    monkeypatch.setattr("dgc.engine.state.graphs_of", StepGraphs)
+    ours = engine_of(LockstepWorld(1).transports[0], METHODS[name]())
+    for seed in range(7):
+        for engine in (ours, theirs):
+            assert step(engine, seed) is None
+        for (own,), (other,) in zip(ours.groups, theirs.groups, strict=True):
+            assert same_bits(own.bucket.flat, other.bucket.flat)
+    assert read.call_count == 2 * 7 and recorded and all(graph.replays > 0 for graph in recorded)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_replies_are_received_where_the_graph_reads_them(recorded: Any, name: str) -> None:
+    rank = Rank(METHODS[name](), has_graphs=True)
+    for number in range(1, 6):
+        rank.run(number)
+    (step, _) = rank.graphs._cycle  # type: ignore[union-attr]
+    gathered = [r for part in step.parts for r in part.requests or () if hasattr(r, "into")]
+    assert gathered and all(request.into is not None for request in gathered if name != "PowerSGD")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_gradients_at_other_addresses_make_other_graphs(recorded: Any, name: str) -> None:
+    ours, theirs = (Rank(METHODS[name](), has_graphs) for has_graphs in (True, False))
+    check_steps(name, range(1, 8), ours, theirs)
+    before = [graph.replays for graph in recorded]
+    ours.gradient = torch.empty_like(ours.gradient)
+    check_steps(name, range(8, 14), ours, theirs)
+    assert [graph.replays for graph in recorded[: len(before)]] == before
+    assert ours.graphs is not None and ours.graphs.captures == 2
+    assert all(graph.replays > 0 for graph in recorded)
+
+
+def test_gradients_at_other_addresses_in_each_step_are_copied(recorded: Any) -> None:
+    ours, theirs = (Rank(METHODS["DGC"](), has_graphs) for has_graphs in (True, False))
+    kept = []  # so that no address is used again
+
+    def moves(numbers: range) -> None:
+        for number in numbers:
+            check_steps("DGC", [number], ours, theirs, moves=True)
+            kept.append(ours.gradient)
+
+    with pytest.warns(UserWarning, match=r"zero_grad\(set_to_none=False\) avoids the copy"):
+        moves(range(1, 4 + WARM_UP))
+    moves(range(30, 37))
+    assert ours.graphs is not None and ours.graphs.captures == 1
+    assert all(graph.replays > 0 for graph in recorded)
+
+
+def other_momentum(rank: Rank) -> None:
     rank.states.compressor = rank.states.compressor.changed(memory=DGCSGDMemory(0.8))
 
 
 CHANGES: dict[str, Any] = {
-    "another momentum": change_momentum,
+    "another momentum": other_momentum,
     "another ratio": lambda rank: rank.states.begin_epoch(1),
-    "a loaded state, which is elsewhere": lambda rank: rank.states.load_state_dict(rank.states.state_dict()),
+    "a loaded state": lambda rank: rank.states.load_state_dict(rank.states.state_dict()),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_change_makes_another_graph(captured: Any, both_ranks: tuple[Rank, Rank], change: Any) -> None:
-    check_steps(both_ranks, range(1, 7))
-    assert [own.replays for own in captured] == [2]
-    for rank in both_ranks:
+def test_a_change_of_a_setting_makes_other_graphs(recorded: Any, change: Any) -> None:
+    ratios: dict[str, Any] = {"warmup_epochs": 2, "warmup_coeff": [0.05, 0.02]}
+    make = lambda: DGCCompressor(0.02, DGCSGDMemory(0.9), **ratios)  # noqa: E731
+    ours, theirs = (Rank(make(), has_graphs) for has_graphs in (True, False))
+    for rank in (ours, theirs):
+        rank.states.begin_epoch(0)
+    check_steps("DGC", range(1, 8), ours, theirs)
+    before = [graph.replays for graph in recorded]
+    assert sum(before) == 6
+    for rank in (ours, theirs):
         change(rank)
-    check_steps(both_ranks, range(7, 13))
-    first, second = captured
-    assert first.replays == 2 and second.replays >= 2
+    check_steps("DGC", range(8, 16), ours, theirs)
+    assert [graph.replays for graph in recorded[: len(before)]] == before
+    assert ours.graphs is not None and ours.graphs.captures == 2
 
 
-def test_gradients_at_other_addresses_in_each_step_are_copied(
-    captured: Any, both_ranks: tuple[Rank, Rank]
+@pytest.mark.parametrize("name", ["QSGD", "two phases, 8 bits", "PowerSGD"])
+def test_a_state_from_elsewhere_is_copied_to_where_graphs_have_it(recorded: Any, name: str) -> None:
+    ours, theirs = (Rank(METHODS[name](), has_graphs) for has_graphs in (True, False))
+    check_steps(name, range(1, 8), ours, theirs)
+    for rank in (ours, theirs):
+        state = rank.states[rank.bucket]
+        rank.states[rank.bucket] = state.loaded(rank.bucket, state.saved(rank.bucket))
+    check_steps(name, range(8, 12), ours, theirs)
+    assert_alike(ours.states.state_dict(), theirs.states.state_dict())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DGCCompressor(0.02, DGCSGDMemory(0.9), 0.5),
+        lambda: SparseCompressor(0.02, NoMemory()),
+        lambda: SparseCompressor(0.02, ResidualMemory(), exchange="reduce_scatter"),
+        lambda: ChunkCompressor(0.1, DGCSGDMemory(0.9), 32),
+        lambda: PowerSGDCompressor(2, 0, warm_start=False),
+        lambda: ThresholdCompressor(wire="scatter"),
+        lambda: TwoPhaseCompressor(16, random=True),
+    ],
+)
+def test_a_method_whose_steps_differ_has_no_graph(recorded: Any, make: Any) -> None:
+    ours, theirs = (Rank(make(), has_graphs) for has_graphs in (True, False))
+    check_steps("", range(1, 7), ours, theirs)
+    assert recorded == []
+
+
+def test_replies_that_would_take_much_memory_are_not_kept(recorded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs_module, "MOST_REPLIES", 0.1)
+    monkeypatch.setattr(graphs_module, "FEW", 0)
+    ours, theirs = (Rank(METHODS["QSGD"](), has_graphs) for has_graphs in (True, False))
+    check_steps("QSGD", range(1, 7), ours, theirs)
+    assert recorded == []
+
+
+@pytest.mark.parametrize("switch", ["1", None])
+def test_buckets_of_a_gpu_have_graphs_unless_they_are_switched_off(
+    monkeypatch: pytest.MonkeyPatch, switch: str | None
 ) -> None:
-    check_steps(both_ranks, range(1, 7))
-    with pytest.warns(UserWarning, match=r"zero_grad\(set_to_none=False\) avoids the copy"):
-        check_steps(both_ranks, range(23, 24 + WARM_UP), moves=True)
-    check_steps(both_ranks, range(30, 36), moves=True)
-    first, second = captured
-    assert first.replays == 2 and second.replays >= 3
-
-
-def warmed_up(steps: int) -> Rank:
-    rank = Rank(METHODS["DGC"](), StepGraph("bucket", CPU))
-    for number in range(1, WARM_UP + steps):
-        rank.run(number)
-    return rank
-
-
-@pytest.mark.parametrize(("switch", "wanted"), [("1", True), ("0", False)])
-def test_buckets_of_a_gpu_alone_have_a_graph(monkeypatch: pytest.MonkeyPatch, switch: str, wanted: bool) -> None:
     gpu, cpu = (Bucket("bucket", (), torch.float32, torch.device(device)) for device in ("cuda", "cpu"))
-    monkeypatch.setenv("DGC_CUDA_GRAPHS", switch)
-    assert (graph_of(gpu) is not None) == wanted and graph_of(cpu) is None
+    monkeypatch.delenv("DGC_CUDA_GRAPHS", raising=False)
+    if switch is not None:
+        monkeypatch.setenv("DGC_CUDA_GRAPHS", switch)
+    assert graphs_of(gpu) is not None and graphs_of(cpu) is None
+    monkeypatch.setenv("DGC_CUDA_GRAPHS", "0")
+    assert graphs_of(gpu) is None
 
 
 def test_another_value_of_the_switch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DGC_CUDA_GRAPHS", "yes")
     with pytest.raises(ValueError, match="DGC_CUDA_GRAPHS must be 0 or 1, not 'yes'"):
-        graph_of(Bucket("bucket", (), torch.float32, torch.device("cuda")))
+        graphs_of(Bucket("bucket", (), torch.float32, torch.device("cuda")))
 
 
-@pytest.mark.parametrize(
-    "make", [lambda: DGCCompressor(0.02, DGCSGDMemory(0.9), 0.5), lambda: SparseCompressor(0.02, NoMemory())]
-)
-def test_a_method_whose_steps_differ_has_no_graph(captured: Any, make: Any) -> None:
-    rank = Rank(make(), StepGraph("bucket", CPU))
-    assert rank.states[rank.bucket].graph is None
-
-
-def test_tables_live_as_long_as_the_graph(captured: Any) -> None:
+def test_tables_live_as_long_as_the_graphs(recorded: Any) -> None:
     """Other buckets may push them out of the cache."""
-    rank = warmed_up(3)
-    sources = [call[2][5] for call in captured[0].calls if call[0] == "accumulate"]
-    assert rank.graph is not None and any(table is sources[0] for table in rank.graph._tables)
+    rank = Rank(METHODS["DGC"](), has_graphs=True)
+    for number in range(1, 8):
+        rank.run(number)
+    sources = [call[2][5] for call in recorded[0].calls if call[0] == "accumulate"]
+    kept = rank.graphs._recorder._kept.values()  # type: ignore[union-attr]
+    assert any(table is sources[0] for table in kept)
 
 
-def test_an_encoding_that_cannot_be_captured_is_an_error_with_a_cure(
-    captured: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("at", [0, 1, 3])
+def test_a_step_that_cannot_be_recorded_runs_as_it_is_with_one_warning(
+    recorded: Any, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
-    rank = warmed_up(2)
-    error = RuntimeError("operation not permitted when stream is capturing")
-    monkeypatch.setattr(torch.cuda, "graph", Mock(side_effect=error))
-    expected = r"the encoding of bucket bucket cannot be a CUDA graph: operation not .* Unset DGC_CUDA_GRAPHS"
-    with pytest.raises(RuntimeError, match=expected):
-        rank.run(9)
+    """Whichever of its graphs fails: nothing of a step is done while it is recorded."""
+    ours, theirs = (Rank(METHODS["DGC"](), has_graphs) for has_graphs in (True, False))
+    check_steps("DGC", range(1, 5), ours, theirs)
+    begin, error = torch.cuda.graph, RuntimeError("operation not permitted when stream is capturing")
+    after = Mock(side_effect=[*[False] * at, *[True] * 99])
+
+    def failing(*arguments: Any, **options: Any) -> Any:
+        if after():
+            raise error
+        return begin(*arguments, **options)
+
+    monkeypatch.setattr(torch.cuda, "graph", failing)
+    expected = r"the step of bucket bucket cannot be a CUDA graph \(operation not .*DGC_CUDA_GRAPHS=0 avoids"
+    with pytest.warns(UserWarning, match=expected):
+        check_steps("DGC", [5], ours, theirs)
+    check_steps("DGC", range(6, 12), ours, theirs)
+    assert_alike(ours.states.state_dict(), theirs.states.state_dict())
+
+
+class OtherSeeds(QSGDCompressor):
+    def repeats(self, bucket: Bucket, state: Any) -> Repeats:
+        return Repeats((), (7,))
+
+
+class NoSeeds(QSGDCompressor):
+    def repeats(self, bucket: Bucket, state: Any) -> Repeats:
+        return Repeats()
+
+
+@pytest.mark.parametrize("method", [OtherSeeds, NoSeeds])
+def test_a_step_with_other_seeds_than_it_says_is_not_recorded(recorded: Any, method: Any) -> None:
+    ours, theirs = Rank(method(), True), Rank(QSGDCompressor(), False)
+    with pytest.warns(UserWarning, match="other random numbers than it says"):
+        check_steps("QSGD", range(1, 8), ours, theirs)
+
+
+class Other(DGCCompressor):
+    def reduce(self, bucket: Bucket, state: Any) -> Any:
+        return (yield from super().reduce(bucket, state))
+
+
+def test_a_subclass_with_another_step_has_no_graph_unless_it_says_so(recorded: Any) -> None:
+    ours, theirs = (Rank(Other(0.02, DGCSGDMemory(0.9)), has_graphs) for has_graphs in (True, False))
+    check_steps("DGC", range(1, 7), ours, theirs)
+    assert recorded == []
+
+
+def test_a_table_is_not_made_while_launches_are_recorded() -> None:
+    values = (3.0, 1.0, 4.0, 1.5, 9.0)
+    with (
+        recording(recorder := Recorder(0, CPU), captures=True),
+        pytest.raises(RuntimeError, match="needs a table"),
+    ):
+        on_device(values, torch.float64, CPU)
+    with recording(recorder, captures=True):
+        assert on_device(values, torch.float64, CPU).tolist() == list(values)
+
+
+def test_a_recorder_gives_seeds_in_their_order() -> None:
+    recorder = Recorder(2, CPU)
+    recorder.fill([5, -6])
+    assert [slot[0].item() for slot in (recorder.slot(5), recorder.slot(-6)) if slot is not None] == [5, -6]
+    assert recorder.slot(5) is None

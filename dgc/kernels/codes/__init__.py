@@ -284,6 +284,13 @@ def keys_of(seed: int) -> tuple[int, int]:
     return first, _mixed(first ^ seed ^ 0x85EBCA6B)
 
 
+def seed_word(seed: int) -> int:
+    """Return both keys as one number of 64 bits with a sign, the second one above the first."""
+    first, second = keys_of(seed)
+    word = second << 32 | first
+    return word - (word >> 63 << 64)
+
+
 def _mixed(x: int) -> int:
     x = (x ^ x >> 16) * 0x7FEB352D & LOW
     x = (x ^ x >> 15) * 0x846CA68B & LOW

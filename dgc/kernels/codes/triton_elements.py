@@ -16,7 +16,7 @@ from jaxtyping import Int32, Int64, UInt8
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from dgc.kernels.codes import Bounds, Dense, Each, Residual, empty_residual, layout_of
+from dgc.kernels.codes import Bounds, Dense, Each, Residual, empty_residual, layout_of, seed_word
 from dgc.kernels.codes.elements import WORDS, ElementCode, ElementCoder, Form, Measured, Scale
 from dgc.kernels.codes.triton import (
     LEVELS as LEVEL_FIELDS,
@@ -44,10 +44,12 @@ from dgc.kernels.launch import (
     Tilings,
     as_rows,
     current_stream,
+    held,
     moves,
     on_device,
     pointers,
     read_and_written,
+    seed_slot,
 )
 from dgc.kernels.payload import Terms
 from dgc.kernels.payload.triton import counters_on
@@ -215,6 +217,7 @@ def encode(
     levels,
     key,
     inner_key,
+    seeds,
     unusable,
     n_unusable,
     tensors,
@@ -231,7 +234,10 @@ def encode(
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write table and codes, at `begin` to `end`, and the residual. The last program writes the header."""
+    """Write table and codes, at `begin` to `end`, and the residual. The last program writes the header.
+
+    seeds: `seed_word` on the device, in the place of the keys, or None.
+    """
     s, length, i, is_valid, place = tile_of(tiles, n_tiles, bounds, starts, WIDTH, TILE)
     x = tl.load(v + i, mask=is_valid, other=0.0)
     value = tl.load(values + s)
@@ -243,6 +249,10 @@ def encode(
         field, sent = ternary_of(x, is_valid, usable_or(value, float("inf")))
     else:
         inverse, step = level_factors_of(value, levels)
+        if seeds is not None:
+            word = tl.load(seeds)
+            key = word.to(tl.int32)
+            inner_key = (word >> 32).to(tl.int32)
         field, sent = level_of(x, i, is_valid, inverse, step, levels, key, inner_key, RANDOM, WIDTH)
     if KEEP == KEEPS_REST:
         tl.store(residual + i, x - sent, mask=is_valid)
@@ -415,7 +425,9 @@ class TritonElementCoder(ElementCoder):
         unusable, counters = measured.unusable, counters_on(v.device, current_stream(v.device))
         header = (unusable, unusable.numel(), tensors, tensors.numel(), *terms.words, counters)
         kind = (int(code.form), code.rows, kept.value, seed is not None, code.bits, code.unit, self.tile, BLOCK)
-        made = (v, values, payload, *sizes, *keys_as_int32(seed), *header)
+        slot = None if seed is None else seed_slot(seed_word(seed))
+        keys = keys_as_int32(seed if slot is None else None)
+        made = (v, values, payload, *sizes, *keys, slot, *header)
         self._launch(encode, v, tiles, *where, *made, *kind)
         return payload, residual
 
@@ -457,7 +469,11 @@ class TritonElementCoder(ElementCoder):
         return kept[stream]
 
 
-@lru_cache(maxsize=256)
 def sums_on(device: torch.device, stream: int, ranks: int) -> Int64[Tensor, "counters"]:
     """As `counters_on`, with a sum for each rank."""
+    return held(_sums_on(device, stream, ranks))
+
+
+@lru_cache(maxsize=256)
+def _sums_on(device: torch.device, stream: int, ranks: int) -> Int64[Tensor, "counters"]:
     return torch.zeros(LINE.value * (ranks + 1), dtype=torch.int64, device=device)

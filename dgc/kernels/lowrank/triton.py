@@ -29,9 +29,11 @@ from dgc.kernels.launch import (
     Launcher,
     blocks,
     current_stream,
+    held,
     moves,
     on_device,
     pointers,
+    seed_slot,
 )
 from dgc.kernels.lowrank import (
     Batches,
@@ -322,14 +324,17 @@ def rows_at(basis, row, done, d, lane):
 @triton.jit(do_not_specialize=["n_groups", "steps", "key"])
 @no_type_check
 def orthonormalize(
-    x, first_programs, sizes, n_groups, steps, key, epsilon, out, ROWS: tl.constexpr, LANES: tl.constexpr
+    x, first_programs, sizes, n_groups, steps, key, seeds, epsilon, out, ROWS: tl.constexpr, LANES: tl.constexpr
 ):
     """One program per matrix: Gram-Schmidt, repeated for each row. Sums and products are fp64.
 
     sizes: first element in x, distances between matrices and rows there, r, d, whole, first element in out. The
     rows 0 to r - 1 are the rows of x, and the next r are random. The first r of these that have a share above
-    epsilon are kept. whole: the only row is divided by its length, at least 1e-16.
+    epsilon are kept. whole: the only row is divided by its length, at least 1e-16. seeds: the key on the device,
+    in the place of `key`, or None.
     """
+    if seeds is not None:
+        key = tl.load(seeds).to(tl.int32)
     p = tl.program_id(0)
     group = interval_of(first_programs, n_groups, steps, p)
     own = sizes + 7 * group
@@ -405,11 +410,20 @@ class Tiles:
         return self.table.shape[1], self.pieces.shape[1]
 
 
-@lru_cache(maxsize=1024)
 def tiles_of(
     shapes: tuple[tuple[int, int, int], ...], rest: tuple[int, ...], device: torch.device, stream: int
 ) -> Tiles:
     """Return the tiles of `count` matrices [n, m] for each (count, n, m), and of tensors of `rest` elements."""
+    tiles = _tiles_of(shapes, rest, device, stream)
+    held(tiles.table)
+    held(tiles.pieces)
+    return tiles
+
+
+@lru_cache(maxsize=1024)
+def _tiles_of(
+    shapes: tuple[tuple[int, int, int], ...], rest: tuple[int, ...], device: torch.device, stream: int
+) -> Tiles:
     pieces, start = [], 0
     for group, (count, n, m) in enumerate(shapes):
         for member in range(count):
@@ -527,8 +541,9 @@ class TritonLowRank(LowRank):
         table = on_device(tuple(chain.from_iterable(sizes)), torch.int64, x.device)
         rows = triton.next_power_of_2(max(r for _, r, _ in shapes))
         lanes = max(64, min(LANES // rows, triton.next_power_of_2(max(d for *_, d in shapes))))
-        signed = key - (key >> 31 << 32)
-        work = (x, programs, table, len(xs), len(xs).bit_length(), signed, epsilon, out, rows, lanes)
+        slot, signed = seed_slot(key), key - (key >> 31 << 32)
+        random = (signed, None) if slot is None else (0, slot)
+        work = (x, programs, table, len(xs), len(xs).bit_length(), *random, epsilon, out, rows, lanes)
         self._launch(orthonormalize, x, sum(counts), *work)
         return bases
 

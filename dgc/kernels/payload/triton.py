@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float32, Int32, Int64, UInt8
 from torch import Tensor
 
-from dgc.kernels.launch import BLOCK, Launcher, as_rows, blocks, current_stream, on_device
+from dgc.kernels.launch import BLOCK, Launcher, as_rows, blocks, current_stream, held, on_device
 from dgc.kernels.payload import (
     BLOCKS,
     HEADER_BYTES,
@@ -275,7 +275,11 @@ def codes_begin(layout: PayloadLayout, segments: int) -> int:
     return begin + 4 * TABLES[layout.values][0] * segments if layout.values in TABLES else begin
 
 
-@lru_cache(maxsize=256)
 def counters_on(device: torch.device, stream: int, rows: int = 1) -> Int64[Tensor, "counters"]:
     """The counters of launches on this stream, which follow each other, for each of some payloads."""
+    return held(_counters_on(device, stream, rows))
+
+
+@lru_cache(maxsize=256)
+def _counters_on(device: torch.device, stream: int, rows: int) -> Int64[Tensor, "counters"]:
     return torch.zeros(rows * COUNTERS, dtype=torch.int64, device=device)

@@ -39,6 +39,7 @@ from dgc.kernels.launch import (
     on_device,
     pointers,
     read_and_written,
+    scratch_on,
     zeros_on,
 )
 from dgc.kernels.selection import (
@@ -971,7 +972,8 @@ class Common:
         zeros: Histograms, and counters of programs by segment.
         arrived: Counters of programs by group of tiles.
         n_rows: Number of histograms.
-        results, scratch: Sizes of the parts of `Results` and `Scratch`.
+        results: Sizes of the parts of `Results`, and of all together.
+        scratch: What a selection needs until its end. All selections of a stream share the memory.
     """
 
     tiling: Tiling
@@ -984,12 +986,12 @@ class Common:
     zeros: Int32[Tensor, "zeros"]
     arrived: Int32[Tensor, "groups"]
     n_rows: int
-    results: tuple[int, ...]
-    scratch: tuple[int, ...]
+    results: tuple[tuple[int, ...], int]
+    scratch: "Scratch"
 
 
 class Scratch:
-    """What a selection needs until its end, in one tensor, whose parts begin at multiples of 16 bytes.
+    """Parts of one tensor, which begin at multiples of 16 bytes.
 
     Attributes:
         values, lanes: Slots of the tiles for the elements at or above their lower bound. held: how many they have.
@@ -999,7 +1001,7 @@ class Scratch:
     """
 
     def __init__(self, sizes: tuple[int, ...], device: torch.device):
-        words = torch.empty(sum(sizes), dtype=torch.int32, device=device)
+        words = scratch_on(device, sum(sizes))
         values, self.lanes, gathered, tallies, groups, *rest = words.split_with_sizes(sizes)
         self.held, self.prefixes, self.wanted, self.limits = rest
         self.values, self.gathered = values.view(torch.float32), gathered.view(torch.float32)
@@ -1023,19 +1025,22 @@ class Results:
         largest: The bits of the largest selected magnitude.
     """
 
-    def __init__(self, sizes: tuple[int, ...], device: torch.device, cleared: bool = True):
-        words = (torch.zeros if cleared else torch.empty)(sum(sizes), dtype=torch.int32, device=device)
+    def __init__(self, sizes: tuple[tuple[int, ...], int], device: torch.device, cleared: bool = True):
+        words = (torch.zeros if cleared else torch.empty)(sizes[1], dtype=torch.int32, device=device)
         self.words = None if cleared else words
-        counts, first, _, values, _, self.indices, _, self.fill, _, last = words.split_with_sizes(sizes)
+        counts, first, _, values, _, self.indices, _, self.fill, _, last = words.split_with_sizes(sizes[0])
         self.counts = counts.view(torch.int64)
         self.first_unusable = first.view(torch.int64)[0]
         self.values = values.view(torch.float32)
         self.missed, self.count, self.largest = last.unbind()
 
     @staticmethod
-    def sizes(segments: int, capacity: int) -> tuple[int, ...]:
-        """Return the number of words of each part, and of what is between, so that it begins at 16 bytes."""
-        return 4 * segments, 2, 2, *(capacity, -capacity % 4) * 2, segments, -segments % 4, 3
+    def sizes(segments: int, capacity: int) -> tuple[tuple[int, ...], int]:
+        """Return the number of words of each part, and of what is between, so that it begins at 16 bytes; and
+        their sum.
+        """
+        each = 4 * segments, 2, 2, *(capacity, -capacity % 4) * 2, segments, -segments % 4, 3
+        return each, sum(each)
 
 
 class TritonSelection(SelectionKernels):
@@ -1092,15 +1097,14 @@ class TritonSelection(SelectionKernels):
         common = self._common(budget, _lengths(inputs), v, known is not None)
         takes = sent is not None and sent.values.numel() > 0
         results = Results(common.results, v.device, cleared=not takes)
-        scratch = Scratch(common.scratch, v.device)
-        self._accumulate(inputs, common.tiling, results.first_unusable, known=known, to=(common, results, scratch))
-        return self._choose(v, budget, common, results, scratch)
+        self._accumulate(inputs, common.tiling, results.first_unusable, known=known, to=(common, results))
+        return self._choose(v, budget, common, results)
 
     def select(self, v: Dense, budget: Budget, lower_bounds: Each | None = None) -> TopKResult:
         # Lower bounds never change the result and are ignored: collecting candidates would read v once more, which
         # only pays in a pass that reads it anyway.
         common, device = self._common(budget, (v.numel(),), v, False), v.device
-        return self._choose(v, budget, common, Results(common.results, device), Scratch(common.scratch, device))
+        return self._choose(v, budget, common, Results(common.results, device))
 
     def moments(self, v: Dense, bounds: Bounds) -> Moments:
         tiling, device = self._tilings.of(bounds, (v.numel(),)), v.device
@@ -1185,7 +1189,7 @@ class TritonSelection(SelectionKernels):
         first_unusable: Int64[Tensor, ""],
         form: int | None = None,
         known: Prediction | None = None,
-        to: tuple[Common, Results, Scratch] | None = None,
+        to: tuple[Common, Results] | None = None,
     ) -> None:
         """form: of the kernel. None: as in `inputs`. to: if a selection follows, what it uses."""
         u, v, launch = inputs.u, inputs.v, self._launch
@@ -1202,7 +1206,8 @@ class TritonSelection(SelectionKernels):
             nothing = (None, None, 1.0, None, None, tiling.n_segments, None, None, None, None, None)
             launch(accumulate, v, n_tiles, *work, *nothing, self.tile, 1, *variant, False)
             return
-        common, results, own = to
+        common, results = to
+        own = common.scratch
         bounds = (known.last, known.before, known.margin, results.counts, results.fill, common.n_segments)
         kept = (common.parts.rooms, own.gathered, own.held, own.values, own.lanes)
         launch(accumulate, v, n_tiles, *work, *bounds, *kept, self.tile, common.slots, *variant, True)
@@ -1235,7 +1240,7 @@ class TritonSelection(SelectionKernels):
             zeros[rows:],
             n_rows,
             Results.sizes(n_segments, capacity),
-            Scratch.sizes(tiling.count * slots, room, tiling.count, n_groups, n_segments),
+            Scratch(Scratch.sizes(tiling.count * slots, room, tiling.count, n_groups, n_segments), v.device),
         )
 
     def _parts_of(self, budget: Budget, n: int, with_candidates: bool) -> Parts:
@@ -1253,9 +1258,9 @@ class TritonSelection(SelectionKernels):
                 kept[place] = Parts(torch.cat([first, table], 1), first.shape[1], rooms)
         return kept[place]
 
-    def _choose(self, v: Dense, budget: Budget, common: Common, results: Results, scratch: Scratch) -> TopKResult:
+    def _choose(self, v: Dense, budget: Budget, common: Common, results: Results) -> TopKResult:
         """Select from v in five launches."""
-        segments, n, launch, own = common.n_segments, v.numel(), self._launch, scratch
+        segments, n, launch, own = common.n_segments, v.numel(), self._launch, common.scratch
         n_tiles, n_groups, n_parts, parts = common.n_tiles, common.n_groups, common.n_parts, common.parts
         thresholds = torch.empty(segments, dtype=torch.float32, device=v.device)
         has_candidates = common.slots > 0
