@@ -53,8 +53,8 @@ def compressed(
         nonfinite, steps_per_epoch: As for `dgc.fsdp.compress`.
 
     Raises:
-        ValueError: When training begins, if compression cannot work with the config: one replica, pipeline, tensor
-            or context parallelism, or CUDA graphs.
+        ValueError: When training begins, if compression cannot work with the config: one replica, pipeline or
+            context parallelism, or CUDA graphs.
 
     Example:
         >>> def llama3_8b_powersgd():
@@ -89,7 +89,6 @@ def check(dims: Any, training: Any) -> None:
     """Raise ValueError for what the exchange cannot work with."""
     refused = {
         "pipeline parallelism": dims.pp_enabled,
-        "tensor parallelism": dims.tp_enabled,
         "context parallelism": dims.cp_enabled,
         "CUDA graphs, into which no exchange can be recorded (--training.disable_cuda_graphs)": (
             not training.disable_cuda_graphs

@@ -302,13 +302,17 @@ def made() -> Any:
 
 
 def test_torchtitan_shards_the_model_as_without_compression() -> None:
-    config, dims, parallelism = made(), dims_of(ep_enabled=True), SimpleNamespace(spmd_backend="spmd_types")
+    config, dims, parallelism = (
+        made(),
+        dims_of(ep_enabled=True, tp_enabled=True),
+        SimpleNamespace(spmd_backend="spmd_types"),
+    )
     model = parallelized(config, torch.nn.Linear(2, 2), dims, parallelism=parallelism)
     parts = {"parallel_dims": dims, "training": config.training, "parallelism": parallelism}
     assert model.parts == parts and parallelism.spmd_backend == "spmd_types"
 
 
-PARALLELISM = {"pp": "pipeline", "tp": "tensor", "cp": "context"}
+PARALLELISM = {"pp": "pipeline", "cp": "context"}
 
 
 @pytest.mark.parametrize(("kind", "name"), PARALLELISM.items())

@@ -93,6 +93,22 @@ def test_a_dense_exchange_equals_replicate_bit_for_bit(transport: Any) -> None:
             check_equal(transport, replicated, name, loop, steps)
 
 
+def divided_by_tensor_parallelism(_: str) -> Any:
+    def mesh() -> Any:
+        return init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replica", "shard", "tensor"))
+
+    ranks = kept("tensor parallelism", mesh)
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(sharded.FEATURES, 8), nn.Tanh(), nn.Linear(8, 1), nn.Tanh())
+    parallelize_module(model, ranks["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    return fully_shard(model, mesh=ranks["replica", "shard"])
+
+
+@on_ranks
+def test_a_dense_exchange_of_parts_of_matrices_equals_hsdp_bit_for_bit(transport: Any) -> None:
+    check_equal(transport, divided_by_tensor_parallelism, "plain", train, 20)
+
+
 METHODS: dict[str, Callable[[], Any]] = {
     "dgc": lambda: methods.DGCCompressor(0.2, DGCSGDMemory(momentum=0.9), vectors="sparse"),
     "powersgd": lambda: methods.PowerSGDCompressor(2, min_compression_rate=0),
