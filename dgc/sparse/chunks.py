@@ -32,6 +32,7 @@ import dgc.kernels as kernels
 from dgc.comm.requests import AllReduce, Conversation, read
 from dgc.core.arguments import WHOLE, require
 from dgc.core.bucket import Bucket
+from dgc.core.envelope import Flags
 from dgc.core.protocol import (
     DenseResult,
     Reduced,
@@ -40,12 +41,13 @@ from dgc.core.protocol import (
     first_nonfinite_message,
     sparse_overflow_message,
 )
-from dgc.kernels import SparseVector
+from dgc.kernels import Merged, SparseVector
 from dgc.sparse.compressor import SparseCompressor
 from dgc.sparse.memories import Memory, SparseState
 from dgc.sparse.payloads import CastValues
 from dgc.sparse.payloads.payload import PayloadPlan
 from dgc.sparse.selectors.selector import share
+from dgc.sparse.sums import placed
 
 
 @dataclass(frozen=True)
@@ -129,13 +131,16 @@ class ChunkCompressor(SparseCompressor):
         chunks = divide(bucket.numel, self.chunk_size, state.exchange.payload.ratio)
         norms = backend.selection.moments(v, state.constants["bounds"]).magnitudes.float()
         sums, flags = yield from state.exchange.envelope.reduce(norms, first_nonfinite, "sum")
-        if invalid := first_nonfinite_message(bucket, (yield from flags.read())):
+        if flags.values is not None and (invalid := first_nonfinite_message(bucket, flags.values)):
             return Reduced(DenseResult(invalid), state, dropped=state)  # every rank drops the step
         chosen = largest(sums, chunks.sent)
+        within = torch.arange(chunks.length, dtype=torch.int64, device=v.device)
+        indices = (chosen.unsqueeze(1) * chunks.length + within).view(-1)
+        if flags.values is None:
+            return (yield from self._exchange_on_device(bucket, state, v, indices, flags))
         elements = torch.cat([v[c * chunks.length :][: chunks.length] for c in chosen.tolist()])
         count = elements.numel()
-        within = torch.arange(chunks.length, dtype=torch.int64, device=v.device)
-        indices = (chosen.unsqueeze(1) * chunks.length + within).view(-1)[:count]  # a shorter chunk is the last
+        indices = indices[:count]  # a shorter chunk is the last
         values = self.cast.quantize(elements, state.size, bucket.dtype)
         message = torch.zeros(chunks.sent * chunks.length, dtype=values.dtype, device=v.device)
         message[:count] = values
@@ -146,6 +151,18 @@ class ChunkCompressor(SparseCompressor):
         (finite,) = yield from read([means.isfinite().all()])
         overflow = None if finite else sparse_overflow_message(bucket, indices, means)
         return Reduced(SparseResult(indices, means, overflow), state.after(sent), dropped=state)
+
+    def _exchange_on_device(
+        self, bucket: Bucket, state: SparseState, v: Tensor, indices: Int64[Tensor, "k"], flags: Flags
+    ) -> Conversation[Reduced]:
+        """As the end of `reduce`, where the host does not know which chunks are sent. indices: of whole chunks."""
+        inside = indices < bucket.numel
+        elements = torch.where(inside, v[indices.clamp(max=bucket.numel - 1)], 0.0)
+        values, count = self.cast.quantize(elements, state.size, bucket.dtype), inside.sum(dtype=torch.int32)
+        sent = SparseVector(torch.where(inside, indices, 0).to(torch.int32), values.float(), count)
+        (mean,) = yield (AllReduce(values.clone()),)
+        result = placed(bucket, Merged(indices, mean.float(), count), flags)
+        return Reduced(result, state.after(sent), dropped=state)
 
     def _dense_is_cheaper(self, payload: PayloadPlan, size: int) -> bool:
         chunks, itemsize = divide(payload.numel, self.chunk_size, payload.ratio), self.cast.itemsize

@@ -26,12 +26,14 @@ from dgc.comm.meter import all_gather_wire_bytes
 from dgc.comm.requests import AllGather, AllToAll, Conversation, read
 from dgc.core.bucket import Bucket
 from dgc.core.dense import place_of_mean
-from dgc.core.envelope import Envelope
+from dgc.core.envelope import Envelope, Flags
 from dgc.core.protocol import (
+    DenseResult,
     Position,
     Result,
     SparseResult,
     first_nonfinite_message,
+    reported,
     reported_mean,
     sparse_overflow_message,
 )
@@ -83,17 +85,17 @@ class SparseExchange(ABC):
         payloads: Sequence[Tensor],
         payload: PayloadPlan,
         bounds: Sequence[Tensor] | None = None,
-    ) -> Conversation[tuple[list[SparseVector], list[int]]]:
-        """Check and decode payloads. Returns the elements and the flag of each. See `PayloadPlan.decode`."""
+    ) -> tuple[list[SparseVector], Flags]:
+        """Decode payloads, and check them, on a device at the end of the step. See `PayloadPlan.decode`."""
         decoded = payload.decode(kernels.of(self.payload.budget.bounds).codec, payloads, bounds)
-        return decoded.contents, decoded.check((yield from read(decoded.scalars)))
+        return decoded.contents, decoded.flags
 
-    def mean_of(
-        self, bucket: Bucket, parts: Sequence[SparseVector], nonfinite: Sequence[int]
-    ) -> Conversation[SparseResult]:
-        """The sum of sparse vectors of the bucket, divided by the number of ranks. nonfinite: each rank's flag."""
+    def mean_of(self, bucket: Bucket, parts: Sequence[SparseVector], flags: Flags) -> Conversation[Result]:
+        """The sum of sparse vectors of the bucket, divided by the number of ranks."""
         merged = kernels.of(parts[0].values).selection.merge_mean(parts, self.size, bucket.numel)
-        return (yield from result_of(bucket, merged, nonfinite))
+        if flags.values is None:
+            return placed(bucket, merged, flags)
+        return (yield from result_of(bucket, merged, flags.values))
 
 
 class AllGatherExchange(SparseExchange):
@@ -115,7 +117,7 @@ class AllGatherExchange(SparseExchange):
         if isinstance(decoder, NativeMeanDecoder) and (self.wants_sparse or not is_dense):
             result = yield from result_of(bucket, *plan.mean(decoder, payloads, self.size))
         elif decoder is None:
-            result = yield from self.mean_of(bucket, *(yield from self.decode(payloads, plan)))
+            result = yield from self.mean_of(bucket, *self.decode(payloads, plan))
         else:
             bucket.release()  # the gradients are accumulated and need no copy
             mean = place_of_mean(bucket)
@@ -134,6 +136,18 @@ def result_of(bucket: Bucket, merged: Merged, nonfinite: Sequence[int]) -> Conve
     if not finite and message is None:
         message = sparse_overflow_message(bucket, indices, values)
     return SparseResult(indices, values, message)
+
+
+def placed(bucket: Bucket, merged: Merged, flags: Flags) -> DenseResult:
+    """The result of a sparse mean on a device, in the bucket: the host does not know its number of entries."""
+    bucket.release()
+    vector, n = merged.vector, bucket.numel
+    # one more element takes what is not valid, and what a damaged payload may have said
+    at = torch.where(valid_entries(vector) & (vector.indices >= 0), vector.indices.clamp(max=n), n)
+    flat = torch.zeros(n + 1, dtype=torch.float32, device=vector.values.device)
+    flat[at.long()] = vector.values
+    bucket.flat.copy_(flat[:n])
+    return reported(bucket, flags)
 
 
 # --- sparse vectors of a few elements, without waiting for the device ------------------------------
@@ -156,7 +170,7 @@ def largest_of(x: SparseVector, k: int) -> SparseVector:
     """The k elements of largest magnitude, of equal ones the first. Zeros are left out."""
     # never fewer elements than slots
     values = torch.nn.functional.pad(torch.where(valid_entries(x), x.values, 0.0), (0, k))
-    ends = torch.tensor([0, values.numel()], dtype=torch.int64, device=values.device)
+    ends = values.numel() * torch.arange(2, dtype=torch.int64, device=values.device)
     budget = Budget(ends, torch.full((1,), k, dtype=torch.int64, device=values.device), k)
     chosen = kernels.of(values).selection.select(values, budget).elements
     indices = torch.nn.functional.pad(x.indices, (0, k))[chosen.indices.long()]
@@ -334,18 +348,19 @@ class ReduceScatterExchange(SparseExchange):
         payloads = [own.payload for own in parts_sent]
         splits = tuple(payload.numel() for payload in payloads)
         (received,) = yield (AllToAll(torch.cat(payloads), splits),)
-        parts, nonfinite = yield from self.decode(received, to[self.rank])
+        parts, flags = self.decode(received, to[self.rank])
 
         total = total_of(parts, regions.numel)
         own = kept.encode(codec, largest_of(total, kept.budget.capacity), self.payload.budget.bounds[-1])
         (received,) = yield (AllGather(own.payload),)
-        parts, _ = yield from self.decode(received, kept, bounds)
+        parts, later = self.decode(received, kept, bounds)
 
         result = regions.join(parts)
         rest = at_common_indices(subtract(total, own.sent), own.sent)
         indices = regions.index_of(rest.indices.long(), self.rank).to(torch.int32)
         returned = SparseVector(indices, rest.values, rest.count)
-        return (yield from self.mean_of(bucket, [result], nonfinite)), at_common_indices(sent, result), returned
+        mean = yield from self.mean_of(bucket, [result], flags.with_checks_of(later))
+        return mean, at_common_indices(sent, result), returned
 
 
 def capacities(k: int, numel: int, size: int) -> tuple[int, int]:
