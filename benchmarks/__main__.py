@@ -11,7 +11,7 @@ def main() -> None:
         values = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
         if "TAKES" in values:
             first = (ast.get_docstring(tree) or "").splitlines()[0]
-            print(f"{file.stem:<17}{first}\n{'':17}{ast.literal_eval(values['TAKES'])}")
+            print(f"{file.stem:<20}{first}\n{'':20}{ast.literal_eval(values['TAKES'])}")
 
 
 if __name__ == "__main__":

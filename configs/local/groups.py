@@ -8,8 +8,7 @@ from dgc_training.config import Config, configs
 
 configs.train.groups = Config(connect)
 configs.train.groups.address = "127.0.0.1:29444"  # host:port of the coordinator
-configs.train.groups.folder = (
-    None  # keeps the last committed state, on a disk of this machine; null: in memory only
-)
+# keeps the last committed state, on a disk of this machine; null: in memory only
+configs.train.groups.folder = None
 configs.train.groups.name = ""  # of this group in messages; empty: the name of the machine
 configs.train.groups.max_staleness = 3  # rounds that the group may have missed and keep its own progress

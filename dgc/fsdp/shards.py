@@ -169,7 +169,7 @@ class ParameterGroup:
                 for ranks, placement in zip(groups, placements, strict=True)
             ]
         shape = torch.Size([replicas, *p.shape])
-        strides = torch.empty(shape, device="meta").stride()
+        strides = torch.empty(shape, dtype=rows.dtype, device="meta").stride()
         return DTensor.from_local(rows, mesh, placements, run_check=False, shape=shape, stride=strides)
 
     @property

@@ -56,9 +56,9 @@ FP16 += ["model.width=16", "model.heads=2"]
 
 
 def names(*folders: str) -> list[str]:
-    """The files that extend a stack, without the files of which every stack has one."""
+    """The files that extend a stack, without the files of which every stack has one, and without a coordinator."""
     files = [f"{path.parent.name}/{path.stem}" for of in folders for path in sorted((CONFIGS / of).glob("*.py"))]
-    return [name for name in files if not name.endswith(("/__init__", "/momentum", "/streaming"))]
+    return [name for name in files if not name.endswith(("/__init__", "/momentum", "/streaming", "/groups"))]
 
 
 COMPRESSION = names("chunks", "powersgd", "threshold", "quant", "sparse", "adam", "route")
