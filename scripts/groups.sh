@@ -28,5 +28,10 @@ whole GROUP "$GROUP"
 [ -z "${HOSTS:-}${RENDEZVOUS:-}" ] || die "a group is on one machine: leave out HOSTS and RENDEZVOUS, and set RANKS"
 folder=$(realpath -m "${FOLDER:-groups/$GROUP}")
 export RANKS=${RANKS:-1}
+# groups of one machine must not write into one run directory
+case " $* " in
+    *" --suffix "* | *" --suffix="* | *" --run-dir "* | *" --run-dir="*) ;;
+    *) set -- "$@" --suffix ".group$GROUP" ;;
+esac
 exec "$root/scripts/torchrun.sh" "$@" "--configs.train.groups.address=$COORDINATOR" \
     "--configs.train.groups.folder=$folder" "--configs.train.groups.name=group$GROUP" "--configs.seed=$GROUP"

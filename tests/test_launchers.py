@@ -135,6 +135,15 @@ def test_groups() -> None:
     assert line.rstrip().endswith("--configs.train.groups.name=group3 --configs.seed=3")
 
 
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [([], "--suffix .group2"), (["--run-dir", "r"], "--run-dir r"), (["--suffix=.s"], "--suffix=.s")],
+)
+def test_groups_of_one_machine_have_run_directories_of_their_own(words: list[str], wanted: str) -> None:
+    line = line_of("groups", *TRAIN, *words, COORDINATOR="localhost:29444", GROUP="2")
+    assert wanted in line and line.count("--suffix") + line.count("--run-dir") == 1
+
+
 def test_torchrun() -> None:
     assert "agent.py --nproc-per-node 2 --max-restarts 10 --standalone " in line_of("torchrun", *TRAIN, RANKS="2")
     hosts = f"server0:8,{socket.gethostname()}:3"
