@@ -58,9 +58,9 @@ from benchmarks.ddp_step import TorchPowerSGD, torch_bf16, torch_fp16
 from benchmarks.exchange import GOSSIP, GRADIENTS, HOROVOD, compressor
 from dgc.comm import AllGather, AllToAll, ReduceScatter, Transport
 from dgc.comm.meter import TrafficMeter
+from dgc.comm.torch_distributed import exchange_parts
 from dgc.ddp import compress
 from dgc.fsdp import quantize
-from dgc.fsdp.quantized import exchange_rows
 from dgc.optim import DGCSGD, DistributedOptimizer, LocalOptimizer
 from dgc_models import LSTM
 from scripts.methods import build
@@ -285,7 +285,7 @@ class Reduced(Collective):
         elif self.name == "fsdp-bf16-rows":
             self.meter.count(AllToAll(input_tensor, (rows.shape[1],) * len(rows)), self.transport)
             arrived = torch.empty_like(rows)
-            for message in exchange_rows(arrived, rows, group, tag=0):
+            for message in exchange_parts(arrived.unbind(), rows.unbind(), group, tag=0):
                 message.wait()
             torch.mean(arrived, 0, out=output_tensor)
         else:

@@ -55,7 +55,7 @@ from torch.optim import Optimizer
 import dgc.kernels as kernels
 from dgc.comm.collectives import all_gather_object, all_reduce
 from dgc.comm.meter import TrafficMeter
-from dgc.comm.torch_distributed import connect
+from dgc.comm.torch_distributed import connect, exchange_parts
 from dgc.core.arguments import WHOLE, require
 from dgc.core.bucket import local_part
 from dgc.core.envelope import Unchecked, blank, envelope, values_of
@@ -189,7 +189,7 @@ class _ReduceScatter(_Collective):
         arrived, works = torch.empty_like(payload), list[dist.Work]()
         with owner.meter.timing("launch", self._what):
             if payload.is_cpu:
-                works = exchange_rows(arrived, payload, group, self.tag)
+                works = exchange_parts(arrived.unbind(), payload.unbind(), group, self.tag)
             else:
                 dist.all_to_all_single(arrived.view(-1), payload.view(-1), group=group)
         wire = (ranks - 1) * payload.shape[1]
@@ -354,20 +354,6 @@ class _Sum:
     def wait(self) -> None:
         for work in self.works:
             work.wait()
-
-
-def exchange_rows(arrived: Tensor, rows: Tensor, group: Any, tag: int) -> list[dist.Work]:
-    """Send row r to rank r. Returns what to wait for until `arrived` has the rows for this rank, in rank order.
-
-    all_to_all_single takes 1.3 times as long over Gloo on a slow link. A rank tells each sender that it is ready,
-    and there these messages wait behind rows. Here they are sent before the first row.
-    """
-    own, ranks = group.rank(), len(rows)
-    arrived[own] = rows[own]
-    others = [(own + i) % ranks for i in range(1, ranks)]
-    works = [dist.irecv(arrived[r], group=group, tag=tag, group_src=r) for r in reversed(others)]
-    works += [dist.isend(rows[r], group=group, tag=tag, group_dst=r) for r in others]
-    return [work for work in works if work is not None]
 
 
 class _Gathering(dist.Work):

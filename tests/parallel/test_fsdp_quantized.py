@@ -1,6 +1,6 @@
 """dgc.fsdp.quantize on ranks that shard one model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -85,7 +85,7 @@ def test_what_is_sent_plus_the_error_is_the_gradient(transport: Any, name: str) 
 def test_collectives_overlap_unless_gradients_are_read_during_backward(transport: Any) -> None:
     """What backward launches, gathers "g" and sums "s", and waits for, "G" and "S", by who reads gradients."""
     gradients = []
-    real: dict[str, Any] = {"g": dist.all_gather_single, "s": quantized.exchange_rows}
+    real: dict[str, Any] = {"g": dist.all_gather_single, "s": quantized.exchange_parts}
     waits = "gGgsSGsSsS"  # the second gather is prefetched
     for reader, order in (("nothing", "gGgsGsSsSS"), ("parameters", waits), ("all-reduce", waits)):
         model, early, events = build(sharded.of_all()), dict[Tensor, Tensor](), list[str]()
@@ -109,7 +109,7 @@ def test_collectives_overlap_unless_gradients_are_read_during_backward(transport
             return [Mock(wait=wait)] if kind == "s" else Mock(wait=wait)
 
         loss = loss_of(model, batches(1, transport.rank)[0])
-        sums = patch.object(quantized, "exchange_rows", partial(launch, "s"))
+        sums = patch.object(quantized, "exchange_parts", partial(launch, "s"))
         with sums, patch.object(dist, "all_gather_single", partial(launch, "g")):
             loss.backward()
         assert "".join(events) == order, (reader, events)
@@ -431,14 +431,14 @@ def test_a_step_that_cannot_work_is_refused(transport: Any) -> None:
 
 @on_ranks
 def test_a_message_that_changed_is_refused(transport: Any) -> None:
-    model, real, batch = build(sharded.of_all()), quantized.exchange_rows, batches(1, transport.rank)[0]
+    model, real, batch = build(sharded.of_all()), quantized.exchange_parts, batches(1, transport.rank)[0]
     quantizer = quantize(model)
 
-    def damage(arrived: Tensor, *arguments: Any) -> Any:
+    def damage(arrived: Sequence[Tensor], *arguments: Any) -> Any:
         works = real(arrived, *arguments)
-        return [*works, Mock(wait=lambda: arrived[-1, -30:].bitwise_xor_(1))]
+        return [*works, Mock(wait=lambda: arrived[-1][-30:].bitwise_xor_(1))]
 
-    with patch.object(quantized, "exchange_rows", damage):
+    with patch.object(quantized, "exchange_parts", damage):
         refused("a wrong checksum: it changed in transit", lambda: loss_of(model, batch).backward(), PayloadError)
     model.reset_iter_state()
     loss_of(model, batch).backward()

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from environment import patient
 from optim.nets import dgc, dgc_sgd, wrap
 from parallel.found import digest, told
 from parallel.ranks import Group, alone, each_rank_of, horovodrun, mpirun, over, torchrun
@@ -36,6 +37,66 @@ OF_HOROVOD = [over(mpirun, 2), *PROOFS_OF_MPIRUN[1:]]
 @each_rank_of(*ALL, over(horovodrun, 2), hierarchical=True)
 def test_requests_are_answered_as_on_simulated_ranks(transport: Any) -> None:
     check_requests(transport)
+
+
+@each_rank_of(over(torchrun, 3))
+def test_what_an_all_to_all_has_sent_may_be_overwritten_after_wait(transport: Any) -> None:
+    """Rank 0 sends far more than the buffers of a connection hold, and receives little, which is there at once."""
+    rank, size = transport.rank, transport.size
+    much, little = 1 << 24, 3
+    splits = (little,) + (much if rank == 0 else little,) * (size - 1)
+    receives = (much if rank else little,) + (little,) * (size - 1)
+    for number in range(2):
+        sent = torch.full((sum(splits),), 10 * number + rank, dtype=torch.int32)
+        work = transport.launch("much", (comm.AllToAll(sent, splits, receives=receives),))
+        (parts,) = transport.wait(work)
+        sent.fill_(-1)
+        transport.wait(transport.launch("after", (comm.AllReduce(torch.ones(1)),)))
+        for source, (part, count) in enumerate(zip(parts, receives, strict=True)):
+            assert len(part) == count and part.eq(10 * number + source).all(), (number, source)
+
+
+@each_rank_of(over(torchrun, 3))
+def test_parts_of_an_all_to_all_may_be_empty(transport: Any) -> None:
+    """Each rank sends to the next one alone."""
+    rank, size = transport.rank, transport.size
+    splits, receives = ([0] * size for _ in range(2))
+    splits[(rank + 1) % size] = receives[(rank - 1) % size] = 5
+    request = comm.AllToAll(torch.full((5,), float(rank)), tuple(splits), receives=tuple(receives))
+    (parts,) = transport.wait(transport.launch("next", (request,)))
+    assert [part.tolist() for part in parts] == [[float(r)] * receives[r] for r in range(size)]
+
+
+@each_rank_of(over(torchrun, 3))
+def test_all_to_alls_of_torch_are_matched_by_name(transport: Any) -> None:
+    rank, size = transport.rank, transport.size
+    own = {name: torch.full((size,), 10.0 * number + rank) for number, name in enumerate(("first", "second"))}
+    works = {
+        name: transport.launch(name, (comm.AllToAll(own[name], (1,) * size),))
+        for name in (own if rank else reversed(own))
+    }
+    for number, name in enumerate(own):
+        (parts,) = transport.wait(works[name])
+        assert torch.cat(parts).tolist() == [10.0 * number + r for r in range(size)]
+
+
+@each_rank_of(over(torchrun, 3))
+def test_an_all_to_all_can_be_awaited_without_blocking(transport: Any) -> None:
+    """`poll` is False as long as rank 0 takes no part, and becomes True without `wait`."""
+    size = transport.size
+    request = comm.AllToAll(torch.arange(float(size)), (1,) * size)
+    if transport.rank:
+        work = transport.launch("polled", (request,))
+        early = transport.poll(work)
+    transport.wait(transport.launch("first", (comm.AllReduce(torch.ones(1)),)))
+    if not transport.rank:
+        work, early = transport.launch("polled", (request,)), False
+    end = time.monotonic() + patient(20)
+    while not transport.poll(work):
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    (parts,) = transport.wait(work)
+    assert not early and torch.cat(parts).tolist() == [float(transport.rank)] * size
 
 
 @pytest.mark.parametrize("chosen", ["auto", "torch"])
