@@ -293,7 +293,7 @@ class MuonWithAdamW(Optimizer):
         if not hasattr(p, "to_local"):
             return COMMON if self.owners == "on" else ALONE
         # not at the top: a torch without torch.distributed has no shards
-        from dgc.optim.mesh import dims_of
+        from dgc.optim.dtensors import dims_of
 
         dims = None if self.owners == "off" else dims_of(p, self.owners == "on")
         if dims is None:
@@ -306,7 +306,7 @@ class MuonWithAdamW(Optimizer):
             ranks: Ranks = self._connection.ranks(self._described(own)) if sharers == COMMON else Alone()
             layouts = [replicated(p.shape, ranks.size) for p, _ in own]
         else:
-            from dgc.optim.mesh import MeshRanks, layout_of
+            from dgc.optim.dtensors import MeshRanks, layout_of
 
             ranks = MeshRanks(*sharers)
             layouts = [layout_of(p, sharers[1]) for p, _ in own]
@@ -369,7 +369,7 @@ class MuonWithAdamW(Optimizer):
 
     def _step_gathered(self, p: Any, group: dict[str, Any]) -> None:
         """The step of a shard of which every rank gathers and iterates the whole."""
-        from dgc.optim.mesh import on_whole
+        from dgc.optim.dtensors import on_whole
 
         x, g, m = map(local_part, (p.detach(), p.grad, self._momentum(p)))
         u = (g.lerp(m, group["momentum"]) if group["nesterov"] else m).to(NS[group["ns_precision"]])
