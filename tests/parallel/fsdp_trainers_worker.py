@@ -77,7 +77,7 @@ def with_transformers() -> dict[str, Any]:
             per_device_train_batch_size=8,
             max_steps=steps,
             learning_rate=0.01,
-            save_steps=6,
+            save_steps=24,
             logging_steps=1,
             report_to="none",
             disable_tqdm=True,
@@ -92,8 +92,8 @@ def with_transformers() -> dict[str, Any]:
         return trainer
 
     quantization = QuantizationCallback(gradients=4, weights=8)
-    trainer = trainer_of(quantization, 10)
-    trainer.train(resume_from_checkpoint=str(OUT / "trainer/checkpoint-6") if PART == "resumed" else None)
+    trainer = trainer_of(quantization, 30)
+    trainer.train(resume_from_checkpoint=str(OUT / "trainer/checkpoint-24") if PART == "resumed" else None)
     assert quantization.quantizer is not None
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     sent, model = quantization.quantizer.meter.payload_bytes, of_this_rank(trainer.model_wrapped)
