@@ -328,6 +328,7 @@ def test_a_state_with_other_tables_is_refused(transport: Any) -> None:
     other.close()
 
 
+@pytest.mark.proof  # two minutes of a core
 @pytest.mark.parametrize("name", ["plain", "bf16"])
 @on_ranks
 def test_the_loss_after_200_steps_is_within_half_a_percent(transport: Any, name: str) -> None:
