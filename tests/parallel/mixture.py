@@ -43,9 +43,9 @@ class Experts(nn.Module):
 class Mixture(nn.Module):
     """The last matrix is the first one."""
 
-    def __init__(self, group: Any):
+    def __init__(self, group: Any, seed: int):
         super().__init__()
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         self.first, self.last = nn.Linear(FEATURES, WIDTH, bias=False), nn.Linear(FEATURES, WIDTH, bias=False)
         self.last.weight = self.first.weight
         self.block = Block(group)
@@ -55,9 +55,9 @@ class Mixture(nn.Module):
 
 
 class ExpertsAlone(nn.Module):
-    def __init__(self, group: Any):
+    def __init__(self, group: Any, seed: int):
         super().__init__()
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         self.block: Any = nn.Module()
         self.block.experts = Experts(group)
 
@@ -93,23 +93,24 @@ def whole() -> DeviceMesh:
     return kept("mixture, whole", lambda: DeviceMesh("cpu", ranks, mesh_dim_names=("replica", "one")))
 
 
-def mixture(kind: str) -> Any:
-    """One call of fully_shard for the block, with two meshes.
+def mixture(kind: str, seed: int = 0, **options: Any) -> Any:
+    """One call of fully_shard, with these options, for the block, with two meshes.
 
     kind: "sharded": over all four ranks, and experts over machines. "replicas": HSDP, and experts with a replica
     on each machine. "mixed": HSDP, and experts sharded over machines. "whole": four replicas, and experts with a
     replica on each machine. "alone": no other parameters than experts, sharded over machines.
     """
     mesh = meshes()
-    model: Any = (ExpertsAlone if kind == "alone" else Mixture)(mesh.get_group("expert"))
+    model: Any = (ExpertsAlone if kind == "alone" else Mixture)(mesh.get_group("expert"), seed)
     experts = model.block.experts
     experts.weight = nn.Parameter(distribute_tensor(experts.weight.detach(), mesh["expert"], [Shard(0)]))
     if kind == "alone":
-        return fully_shard(model, mesh=mesh["machine"])
+        return fully_shard(model, mesh=mesh["machine"], **options)
     of_experts: Any = FSDPMeshInfo(mesh["machine"], 0)
     if kind in ("replicas", "whole"):
         of_experts = HSDPMeshInfo(mesh["machine", "one"], 1, 0)
     others = {"sharded": flat, "whole": whole}.get(kind, lambda: mesh["machine", "expert"])()
     placed = ShardPlacementResult(Shard(1 if kind == "sharded" else 0), of_experts)
-    fully_shard(model.block, mesh=others, shard_placement_fn=lambda p: placed if p.ndim == 3 else None)
-    return fully_shard(model, mesh=others)
+    by_shape = lambda p: placed if p.ndim == 3 else None  # noqa: E731
+    fully_shard(model.block, mesh=others, shard_placement_fn=by_shape, **options)
+    return fully_shard(model, mesh=others, **options)

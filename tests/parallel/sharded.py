@@ -10,19 +10,32 @@ import torch.distributed as dist
 from parallel.found import digest, told
 from parallel.ranks import each_rank_of, over, two_agents
 from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from dgc.compression import SparseCompressor
-from dgc.fsdp import local_mesh
+from dgc.compression import SparseCompressor, TwoPhaseCompressor
+from dgc.fsdp import compress, local_mesh, quantize
 from dgc.memory import ResidualMemory
 from dgc.optim import MuonWithAdamW, muon_groups
 
 FEATURES = 7
 on_machines = each_rank_of(over(two_agents, 4), hierarchical=True)
 MESHES: dict[str, DeviceMesh] = {}
+
+
+def exchanged(bits: int) -> Callable[[Any], Any]:
+    return lambda model: compress(model, TwoPhaseCompressor(bits))
+
+
+# How a model is compressed: between its replicas, and inside them.
+EXCHANGED: dict[str, Callable[[Any], Any]] = {f"{bits} bits": exchanged(bits) for bits in (16, 8, 4)}
+QUANTIZED: dict[str, Callable[[Any], Any]] = {
+    **{f"{bits} bits": partial(quantize, gradients=bits) for bits in (16, 8, 4)},
+    "4 bits, weights in 4": partial(quantize, gradients=4, weights=4),
+}
 
 
 def kept(name: str, make: Callable[[], DeviceMesh]) -> DeviceMesh:
@@ -43,9 +56,9 @@ def of_all() -> DeviceMesh:
     return kept("all", lambda: init_device_mesh("cpu", (dist.get_world_size(),)))
 
 
-def network() -> nn.Sequential:
+def network(seed: int = 0) -> nn.Sequential:
     """Sizes that two ranks do not divide evenly. The last layer has one row: one rank has none of it."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     layers = [nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, 6, bias=False), nn.LayerNorm(6)]
     return nn.Sequential(*layers, nn.Linear(6, 3), nn.Linear(3, 1))
 
@@ -54,6 +67,16 @@ def shard(model: nn.Sequential, mesh: Any, **options: Any) -> Any:
     """Layer 0 is a group, and layers 2 and 3 are one; the others are in the group of the whole model."""
     for layers in ([model[0]], [model[2], model[3]], model):
         fully_shard(layers, mesh=mesh, **options)
+    return model
+
+
+def replicated(name: str = "plain", seed: int = 0, **options: Any) -> Any:
+    """The groups of `shard`, without shards."""
+    mesh, model = kept("replicas", lambda: init_device_mesh("cpu", (dist.get_world_size(),))), network(seed)
+    for module in (model[0], model[2], model[3], model):
+        replicate(module, mesh=mesh, **options)
+    if name == "sums":
+        divide(model, 1.0)
     return model
 
 
@@ -96,7 +119,7 @@ POLICIES: dict[str, Any] = {
 }
 
 
-def build(mesh: DeviceMesh, name: str = "plain") -> Any:
+def build(mesh: DeviceMesh, name: str = "plain", seed: int = 0) -> Any:
     if name == "repeated":
         repeated: Any = Repeated()
         fully_shard(repeated.middle, mesh=mesh)
@@ -105,7 +128,7 @@ def build(mesh: DeviceMesh, name: str = "plain") -> Any:
         tied = fully_shard(Tied(), mesh=mesh)
         tied.set_reduce_scatter_unused_params(True)  # else ranks would send FSDP2 different sizes
         return tied
-    model, options = network(), dict[str, Any]()
+    model, options = network(seed), dict[str, Any]()
     if name in POLICIES:
         options["mp_policy"] = MixedPrecisionPolicy(**POLICIES[name])
     if name == "columns":
@@ -135,8 +158,8 @@ def divide(model: Any, factor: float | None, sums: bool = True) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
-def batches(steps: int, rank: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(rank)
+def batches(steps: int, rank: int, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
     return [torch.randn(4, FEATURES, generator=generator) for _ in range(steps)]
 
 
