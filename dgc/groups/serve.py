@@ -6,7 +6,6 @@ alone meanwhile.
 """
 
 import json
-import os
 import signal
 import socket
 import sys
@@ -15,31 +14,14 @@ import uuid
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
+from dgc.atomic_write import write_atomically
 from dgc.comm.lines import LineServer
 from dgc.groups.coordinator import Coordinator, Sent, Settings
 from dgc.groups.messages import Hello, Refused, decode, encode
 
 PORT = 29444
-
-
-def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write a file that has its old or its new content, also after a crash."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 class Server:

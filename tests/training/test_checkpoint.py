@@ -1,6 +1,5 @@
 """Checkpoints on disk: crashes, damaged files, other numbers of ranks; the code of docs/checkpoints.md."""
 
-import errno
 import json
 import os
 import threading
@@ -23,6 +22,7 @@ from simulated import train_on
 from states import assert_equal, of_rank
 from torch import nn
 
+from dgc import atomic_write
 from dgc.comm import all_gather_object
 from dgc.comm.lockstep import LockstepWorld
 from dgc.compression import DGCCompressor, ThresholdCompressor
@@ -30,8 +30,6 @@ from dgc.contrib import AccordionCompressor
 from dgc.engine.redistribute import blend, merge, redistribute, select, shares
 from dgc.memory import DGCSGDMemory, ResidualMemory
 from dgc.optim import DGCSGD, DistributedOptimizer
-from dgc_training import atomic_write
-from dgc_training.atomic_write import write_atomically
 from dgc_training.checkpoint.files import Checkpoints, checkpoint_name
 from dgc_training.checkpoint.reading import read_tensors
 from dgc_training.faults.failure import UsageError
@@ -228,26 +226,6 @@ def fill_the_disk_of(name: str, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(
         atomic_write, "open", lambda at, mode: open("/dev/full" if name in str(at) else at, mode), raising=False
     )
-
-
-def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    """torch.save alone reports an unexpected position."""
-    path = tmp_path / "file"
-    path.write_text("old")
-
-    def write(file: Any) -> None:
-        file.write(b"ne")
-        raise OSError("disk full")
-
-    with pytest.raises(OSError, match="disk full"):
-        write_atomically(path, write)
-    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
-    fill_the_disk_of("file", monkeypatch)
-    for content in ({"x": torch.zeros(100_000)}, {"x": 1}):
-        with pytest.raises(OSError, match=f"No space left on device: '{path}'") as caught:
-            write_atomically(path, partial(torch.save, content))
-        assert caught.value.errno == errno.ENOSPC
-    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("file", ["rank1.pt", "shared.pt", "manifest.json", "latest.json"])

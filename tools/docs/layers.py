@@ -57,7 +57,7 @@ BOXES: list[tuple[str, list[tuple[str, str, str | None]]]] = [
             ("kernels", "inner loops", None),
             ("launch, terminal", "rank, launcher", None),
             ("units, versions", "rates; torch", None),
-            ("warn", "warnings", None),
+            ("atomic_write, warn", "files; warnings", None),
             ("dgc_models, dgc_datasets", "networks, data", None),
         ],
     ),
@@ -95,7 +95,7 @@ def imports_of(package: str) -> set[str]:
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             found |= {name.split(".")[1] for name in names if name.startswith("dgc" + ".")}
-    return found - {package, "units", "versions", "warn"}
+    return found - {package, "atomic_write", "units", "versions", "warn"}
 
 
 def draw() -> str:

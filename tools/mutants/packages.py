@@ -39,6 +39,7 @@ PACKAGES = {
     "dgc/paper": Tests(("tests/paper",)),
     "dgc/sparse": Tests(("tests/sparse", *LAWS), TRANSPORTS),
     "dgc/testing": Tests(LAWS),
+    "dgc/atomic_write": Tests(("tests/test_atomic_write.py",)),
     "dgc/units": ADVISOR,
     "dgc/versions": Tests(("tests/test_names.py",)),
     **{f"dgc_training/{name}": TRAINER for name in TRAINER_PACKAGES.split()},
