@@ -20,12 +20,12 @@ from hashlib import blake2b
 from queue import SimpleQueue
 from threading import Condition, Thread
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import Tensor
 from typing_extensions import assert_never
 
+from dgc.comm.digest import digest_of
 from dgc.comm.presence import family_of, own_ip
 from dgc.comm.requests import (
     AllGather,
@@ -42,12 +42,11 @@ from dgc.comm.requests import (
 )
 from dgc.comm.transport import GroupedTransport
 
-FRAME = struct.Struct("<8sQI")  # key of a message, its length and its crc32
-CHUNK = struct.Struct("<II")  # length and crc32 of a part of a stream
+FRAME = struct.Struct("<8sQI")  # key of a message, its length and its digest
+CHUNK = struct.Struct("<II")  # length and digest of a part of a stream
 CHUNK_BYTES = 2**20
 LONGEST_LINE = 4096  # bytes of the first line of a connection
 ANSWER_TIME = 5.0  # seconds for a connection, and for its first line
-PAUSE = 0.05  # seconds
 
 
 class MeshError(ConnectionError):
@@ -126,7 +125,7 @@ def dial(address: tuple[str, int], limit: float, **first: object) -> socket.sock
 def receive_into(connection: socket.socket, view: memoryview) -> None:
     """Fill a memory. Raises ConnectionError if the connection ends before."""
     while view:
-        got = connection.recv_into(view)
+        got = connection.recv_into(view, 0, socket.MSG_WAITALL)
         if not got:
             raise ConnectionError("the connection has ended")
         view = view[got:]
@@ -137,7 +136,7 @@ def send_stream(connection: socket.socket, data: bytes) -> None:
     view = memoryview(data)
     for first in range(0, len(view), CHUNK_BYTES):
         part = view[first : first + CHUNK_BYTES]
-        connection.sendall(CHUNK.pack(len(part), crc32(part)))
+        connection.sendall(CHUNK.pack(len(part), digest_of(part)))
         connection.sendall(part)
 
 
@@ -156,7 +155,7 @@ def receive_stream(connection: socket.socket, length: int, progress: Callable[[i
             raise ConnectionError("a part has a wrong length")
         part = memoryview(data)[done : done + size]
         receive_into(connection, part)
-        if crc32(part) != checksum:
+        if digest_of(part) != checksum:
             raise ConnectionError("a part has a wrong checksum: it changed in transit")
         done += size
         progress(done)
@@ -225,11 +224,11 @@ class Meeting:
 
 @dataclass(eq=False)
 class MeshWork:
-    """Launched requests. gathered: of an all-reduce, this rank's piece, once it is reduced and sent."""
+    """Launched requests. flats: the elements of sums, which are stored in place, by number of the request."""
 
     name: str
     requests: tuple[Request, ...]
-    gathered: dict[int, Tensor] = field(default_factory=dict)
+    flats: dict[int, Tensor] = field(default_factory=dict)
 
 
 class MeshTransport(GroupedTransport):
@@ -251,12 +250,15 @@ class MeshTransport(GroupedTransport):
         self.rank, self.size, self.deadline = rank, len(connections) + 1, deadline
         self._connections = dict(connections)
         self._received: dict[tuple[int, bytes], deque[bytearray]] = {}
+        self._free: dict[int, list[bytearray]] = {}  # memory of messages that were used, by its length
+        self._unsent = 0  # messages that are not with the system yet
         self._changed = Condition()
         self._reason: MeshError | None = None
         self._queues: dict[int, SimpleQueue[tuple[bytes, Any] | None]] = {}
         for other, connection in self._connections.items():
             connection.settimeout(None)
             self._queues[other] = SimpleQueue()
+        for other, connection in self._connections.items():  # the first thread may close all of them
             for work in (self._send, self._receive):
                 Thread(target=work, args=(other, connection), name="dgc-mesh", daemon=True).start()
 
@@ -287,8 +289,11 @@ class MeshTransport(GroupedTransport):
         try:
             while (item := self._queues[other].get()) is not None:
                 key, data = item
-                connection.sendall(FRAME.pack(key, len(data), crc32(data)))
+                connection.sendall(FRAME.pack(key, len(data), digest_of(data)))
                 connection.sendall(data)
+                with self._changed:
+                    self._unsent -= 1
+                    self._changed.notify_all()
         except OSError as error:
             self.close(f"rank {other} is not reached: {error}", [other])
 
@@ -298,9 +303,11 @@ class MeshTransport(GroupedTransport):
             while True:
                 receive_into(connection, memoryview(head))
                 key, length, checksum = FRAME.unpack(head)
-                data = bytearray(length)
+                with self._changed:
+                    free = self._free.get(length)
+                    data = free.pop() if free else bytearray(length)
                 receive_into(connection, memoryview(data))
-                if crc32(data) != checksum:
+                if digest_of(data) != checksum:
                     raise ConnectionError("a message has a wrong checksum: it changed in transit")
                 with self._changed:
                     self._received.setdefault((other, key), deque()).append(data)
@@ -314,18 +321,19 @@ class MeshTransport(GroupedTransport):
         self._check()
         work = MeshWork(name, tuple(requests))
         for i, request in enumerate(requests):
-            for other, part in self._first_parts(request).items():
+            for other, part in self._first_parts(work, i, request).items():
                 self._put(other, f"{name}.{i}", part)
         return work
 
-    def _first_parts(self, request: Request) -> dict[int, Tensor]:
+    def _first_parts(self, work: MeshWork, i: int, request: Request) -> dict[int, Tensor]:
         """What this rank sends to each other rank when a request is launched."""
         others = [rank for rank in self.members(request.group) if rank != self.rank]
         match request:
             case AllGather(tensor):
                 return dict.fromkeys(others, tensor)
             case AllReduce(tensor) | ReduceScatter(tensor):
-                pieces = self._pieces(request, tensor)
+                work.flats[i] = tensor.reshape(-1)
+                pieces = self._pieces(work, i)
                 return {other: pieces[other] for other in others}
             case AllToAll(tensor, splits):
                 parts = tensor.split(list(splits))
@@ -337,12 +345,16 @@ class MeshTransport(GroupedTransport):
             case _:
                 assert_never(request)
 
-    def _pieces(self, request: Request, tensor: Tensor) -> Sequence[Tensor]:
-        n, flat = len(self.members(request.group)), tensor.reshape(-1)
+    def _pieces(self, work: MeshWork, i: int) -> Sequence[Tensor]:
+        """The parts of a sum, each of which one rank adds up."""
+        request, flat = work.requests[i], work.flats[i]
+        n = len(self.members(request.group))
         return flat.tensor_split(n) if isinstance(request, AllReduce) else flat.chunk(n)
 
     def _put(self, other: int, name: str, part: Tensor) -> None:
         data: Any = as_bytes(part.detach().cpu().contiguous()).numpy() if part.numel() else b""
+        with self._changed:
+            self._unsent += 1
         self._queues[other].put((_key(name), memoryview(data)))
 
     def poll(self, work: MeshWork) -> bool:
@@ -366,73 +378,78 @@ class MeshTransport(GroupedTransport):
         return others
 
     def wait(self, work: MeshWork) -> tuple[Reply, ...]:
-        # all pieces are reduced and sent before this rank waits for one
+        # all pieces are added up and sent before this rank waits for one
         for i, request in enumerate(work.requests):
             if isinstance(request, AllReduce) and len(self.members(request.group)) > 1:
-                work.gathered[i] = own = self._reduced(work, i, request, request.op)
+                own = self._reduced(work, i, request.op)
                 for other in self._sources(request):
                     self._put(other, f"{work.name}.{i}.mean", own)
-        return tuple(self._reply(work, i, request) for i, request in enumerate(work.requests))
+        replies = tuple(self._reply(work, i, request) for i, request in enumerate(work.requests))
+        with self._changed:  # then the memory of the requests may change
+            self._wait_until(lambda: not self._unsent, "nothing of what was sent is taken in time", ())
+        return replies
 
-    def _reduced(self, work: MeshWork, i: int, request: Request, op: Op) -> Tensor:
-        """This rank's piece of a sum, in the order of the ranks."""
-        assert isinstance(request, AllReduce | ReduceScatter)
-        own = self._pieces(request, request.tensor)[self.rank]
-        total: Tensor | None = None
-        for rank in self.members(request.group):
-            part = own if rank == self.rank else self._take(rank, f"{work.name}.{i}", own)
-            if total is None:
-                total = part.clone()
-            elif op in ("mean", "sum"):
+    def _reduced(self, work: MeshWork, i: int, op: Op) -> Tensor:
+        """This rank's piece of a sum, in its place, in the order of the ranks."""
+        own = self._pieces(work, i)[self.rank]
+        total, memory = own, None
+        for rank in self.members(work.requests[i].group):
+            if rank == 0 == self.rank:
+                continue
+            part, data = (own, None) if rank == self.rank else self._take(rank, f"{work.name}.{i}", own)
+            if rank == 0:
+                total, memory = part, data
+                continue
+            if op in ("mean", "sum"):
                 total += part
             else:
-                total = torch.minimum(total, part) if op == "min" else torch.maximum(total, part)
-        assert total is not None
-        return total / self.size if op == "mean" else total
+                (torch.minimum if op == "min" else torch.maximum)(total, part, out=total)
+            self._reuse(data)
+        if op == "mean":
+            torch.div(total, self.size, out=own)
+        elif total is not own:
+            own.copy_(total)
+        self._reuse(memory)
+        return own
 
     def _reply(self, work: MeshWork, i: int, request: Request) -> Reply:
         ranks, name = self.members(request.group), f"{work.name}.{i}"
-        alone = len(ranks) == 1
+
+        def taken(rank: int, own: Tensor, like: Tensor | None = None) -> Tensor:
+            return own if rank == self.rank else self._take(rank, name, own if like is None else like)[0]
+
         match request:
             case AllGather(tensor):
-                return tuple(tensor if rank == self.rank else self._take(rank, name, tensor) for rank in ranks)
+                return tuple(taken(rank, tensor) for rank in ranks)
             case AllReduce(tensor):
-                if alone:
-                    return tensor
-                pieces = self._pieces(request, tensor)
-                return torch.cat(
-                    [
-                        work.gathered[i] if rank == self.rank else self._take(rank, f"{name}.mean", pieces[rank])
-                        for rank in ranks
-                    ]
-                ).view(tensor.shape)
+                for rank, piece in enumerate(self._pieces(work, i)):
+                    if rank != self.rank and len(ranks) > 1:
+                        mean, data = self._take(rank, f"{name}.mean", piece)
+                        piece.copy_(mean)
+                        self._reuse(data)
+                return work.flats[i].view(tensor.shape)
             case ReduceScatter(tensor, op):
-                return tensor if alone else self._reduced(work, i, request, op)
+                return tensor if len(ranks) == 1 else self._reduced(work, i, op)
             case AllToAll(tensor, splits):
                 parts = tensor.split(list(splits))
                 return tuple(
-                    parts[rank] if rank == self.rank else self._take(rank, name, tensor.new_empty(number))
+                    taken(rank, parts[rank], tensor.new_empty(number))
                     for rank, number in zip(ranks, request.expected, strict=True)
                 )
             case Broadcast(tensor, root):
-                return tensor if root == self.rank else self._take(root, name, tensor)
+                return taken(root, tensor)
             case Exchange(sends, receives):
                 for other, buffer in receives.items():
-                    buffer.copy_(sends[other] if other == self.rank else self._take(other, name, buffer))
+                    buffer.copy_(sends[other] if other == self.rank else taken(other, buffer))
                 return receives
             case _:
                 assert_never(request)
 
-    def _take(self, other: int, name: str, like: Tensor) -> Tensor:
-        """The next message of a rank, as a tensor like another one."""
+    def _take(self, other: int, name: str, like: Tensor) -> tuple[Tensor, bytearray]:
+        """The next message of a rank, as a tensor like another one, and its memory."""
         key = other, _key(name)
         with self._changed:
-            while not self._received.get(key):
-                self._check()
-                left = self.deadline - time.monotonic()
-                if left <= 0:
-                    raise MeshError(f"rank {other} has sent nothing in time", [other])
-                self._changed.wait(left)
+            self._wait_until(lambda: key in self._received, f"rank {other} has sent nothing in time", [other])
             data = self._received[key].popleft()
             if not self._received[key]:
                 del self._received[key]
@@ -442,8 +459,24 @@ class MeshTransport(GroupedTransport):
                 [other],
             )
         if not data:
-            return torch.empty_like(like)
-        return torch.frombuffer(data, dtype=torch.uint8).view(like.dtype).view(like.shape).to(like.device)
+            return torch.empty_like(like), data
+        found = torch.frombuffer(data, dtype=torch.uint8).view(like.dtype).view(like.shape)
+        return found.to(like.device), data
+
+    def _reuse(self, data: bytearray | None) -> None:
+        """Receive later messages into the memory of one that is not needed any more."""
+        if data:
+            with self._changed:
+                self._free.setdefault(len(data), []).append(data)
+
+    def _wait_until(self, condition: Callable[[], bool], late: str, ranks: Sequence[int]) -> None:
+        """Wait, with the lock. late, ranks: for the error after the deadline."""
+        while not condition():
+            self._check()
+            left = self.deadline - time.monotonic()
+            if left <= 0:
+                raise MeshError(late, ranks)
+            self._changed.wait(left)
 
     def _check(self) -> None:
         if self._reason is not None:

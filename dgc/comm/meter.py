@@ -160,13 +160,13 @@ class TrafficMeter:
 
     def count(self, request: Request, transport: Transport) -> None:
         """Count the bytes that this rank sends for a request."""
+        rank, size = transport.group_rank(request.group), transport.group_size(request.group)
         alike: Any = None  # messages of one size cost the same in every step
         if type(request) in (AllReduce, AllGather):
             tensor = request.tensor  # type: ignore[union-attr]
-            alike = transport, type(request), request.group, tensor.numel(), tensor.dtype
+            alike = type(request), rank, size, request.group, tensor.numel(), tensor.dtype
         costs = self._costs.get(alike)
         if costs is None:
-            rank, size = transport.group_rank(request.group), transport.group_size(request.group)
             costs = bytes_of(request, rank, size, self.local_size)
             if alike is not None:
                 self._costs[alike] = costs

@@ -272,7 +272,14 @@ def check_state(
 
 
 class JoinsGroups(Protocol):
-    """Connects a group of ranks with other groups that come and go: `dgc.groups.connect` returns it."""
+    """Connects a group of ranks with other groups that come and go: `dgc.groups.connect` returns it.
+
+    Attributes:
+        size: Number of groups in the last round, 1 before the first one.
+    """
+
+    @property
+    def size(self) -> int: ...
 
     def method(self, method: Gossip) -> Gossip:
         """Returns the method with the group as its worker. Raises ValueError if it is of another kind."""

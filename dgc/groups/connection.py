@@ -9,13 +9,15 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
-from threading import Lock
+from threading import Event, Lock, Thread
 from typing import Any
 
 from typing_extensions import assert_never
 
+from dgc.atomic_write import write_atomically
 from dgc.comm.collectives import all_gather_object, broadcast_object
 from dgc.comm.lines import LineClient
 from dgc.comm.mesh import (
@@ -60,14 +62,14 @@ from dgc.groups.messages import (
     decode,
     encode,
 )
-from dgc.groups.serve import PORT, write_atomically
+from dgc.groups.serve import PORT
 from dgc.groups.steps import GroupSteps, pack, unpack
 from dgc.local.steps import OuterSteps
 from dgc.units import human_bytes
 
 MAGIC = b"dgc.groups 1\n"
 CONNECT_TIME = 2.0  # seconds that an outer step waits for a coordinator that does not answer
-BEAT, LOST = 1.0, 5.0  # seconds between two signs of this group; of silence of the coordinator
+BEAT, LOST = 0.5, 5.0  # seconds between two signs of this group; of silence of the coordinator, or of a source
 LAST = 2**63  # above all attempts
 ALIKE = 3  # tries to load one state on all ranks of a group
 
@@ -142,7 +144,7 @@ class Groups:
         self._attempt = -1  # the one that is exchanged
         self._lock = Lock()
         self._grace = self._timeout = ANSWER_TIME
-        self._deadline = 0.0
+        self._deadline = self._until = 0.0  # of this outer step, of an exchange
         self._healing = 0.0  # seconds, of this outer step
         self._steps: GroupSteps | None = None
         self._member: Member | None = None
@@ -199,9 +201,14 @@ class Groups:
         self.longest = max(self.longest, time.monotonic() - start - self._healing)
         self.outcomes[outcome] += 1
 
+    @property
+    def size(self) -> int:
+        """Number of groups in the last round, 1 before the first one."""
+        return max(1, len(self.members))
+
     def metrics(self) -> dict[str, float]:
-        tag = START if self._member is None else self._member.tag
-        return {"round": float(tag.round), "members": float(len(self.members))}
+        rounds = self.outcomes[Outcome.COMMITTED]
+        return {"round": float(self.tag.round), "members": float(len(self.members)), "rounds": float(rounds)}
 
     def close(self) -> None:
         self._drop_mesh()
@@ -237,10 +244,13 @@ class Groups:
     def _do(self, effect: Effect) -> Any:
         match effect:
             case Connect():
-                return self._from_first(self._connect)
+                found = self._from_first(self._connect)
+                if found is not None and found != (self.run, self._grace, self._timeout):
+                    self.run, self._grace, self._timeout = found
+                    self._limit()
+                return found is not None
             case Limit():
-                self._deadline = time.monotonic() + self._grace + self._timeout
-                return None
+                return self._limit()
             case Send(message):
                 if self.place == 0 and self._link is not None:
                     self._link.send(self.name.encode() + b" " + encode(message))
@@ -254,16 +264,20 @@ class Groups:
             case _:
                 assert_never(effect)
 
-    def _connect(self) -> bool:
+    def _limit(self) -> None:
+        self._deadline = time.monotonic() + self._grace + self._timeout
+
+    def _connect(self) -> tuple[str, float, float] | None:
+        """The run, grace and time-out of the coordinator. None: it is not reached."""
         if self._link is not None and self._link.is_open:
-            return True
+            return self.run, self._grace, self._timeout
         assert self._member is not None
         sign = self.name.encode() + b" " + encode(Beat())
         try:
             self._link = LineClient(self.address, CONNECT_TIME, sign, BEAT, LOST, self._heard)
         except OSError:
             self._link = None
-            return False
+            return None
         hello = Hello(self.run, self.addresses, self._member.tag, self._member.digest, self._settings)
         self._link.send(self.name.encode() + b" " + encode(hello))
         while (line := self._link.receive(time.monotonic() + ANSWER_TIME)) is not None:
@@ -271,11 +285,9 @@ class Groups:
             if isinstance(answer, Refused):
                 raise ValueError(f"the coordinator refuses this group: {answer.reason}")
             if isinstance(answer, Welcome):
-                self.run, self._grace, self._timeout = answer.run, answer.grace, answer.timeout
-                self._deadline = time.monotonic() + self._grace + self._timeout
-                return True
+                return answer.run, answer.grace, answer.timeout
         self._link.close()
-        return False
+        return None
 
     def _receive(self) -> FromCoordinator | None:
         assert self._link is not None
@@ -311,6 +323,8 @@ class Groups:
         own: int | None = None
         suspects: tuple[str, ...] = ()
         failure = ""
+        # the coordinator gives an exchange half of the time-out
+        self._until = min(self._deadline, time.monotonic() + self._timeout / 2)
         try:
             own = self._own_steps.exchange_with(self._mesh_for(begin), begin.tag.round)
         except MeshError as error:
@@ -330,13 +344,13 @@ class Groups:
         """The connections to the other members. They are used again if all of them committed the round before."""
         number = begin.tag.attempt
         if self._mesh is not None and self._mesh_of == begin.members and not self._mesh.is_broken:
-            self._mesh.deadline = self._deadline
+            self._mesh.deadline = self._until
         else:
             self._drop_mesh()
             rank = [name for name, _ in begin.members].index(self.name)
             addresses = [addresses[self.place] for _, addresses in begin.members]
-            connections = self._meeting.connect_all(number, rank, addresses, self._deadline)
-            self._mesh, self._mesh_of = MeshTransport(rank, connections, self._deadline), begin.members
+            connections = self._meeting.connect_all(number, rank, addresses, self._until)
+            self._mesh, self._mesh_of = MeshTransport(rank, connections, self._until), begin.members
         with self._lock:
             self._attempt = number
         if self._meeting.is_void(number):  # it became void before it could be closed
@@ -352,17 +366,35 @@ class Groups:
 
     def _serve_state(self, first: dict[str, Any], connection: socket.socket) -> None:
         """Send the last committed state, in a thread of its own."""
+        packed = Event()
+
+        def beat() -> None:
+            with suppress(OSError):
+                while not packed.wait(BEAT):
+                    connection.sendall(b"\n")
+
+        connection.settimeout(LOST)
+        beats = Thread(target=beat, name="dgc-packs", daemon=True)
         with connection:
-            steps = self._own_steps
-            with steps.lock:
-                member = self._member
-                if member is None or self._in_commit:
-                    return
-                content = {"tag": list(member.tag), "state": steps.committed_state()}
-            data = pack(content)
-            connection.settimeout(max(ANSWER_TIME, self._timeout))
-            connection.sendall(f"{len(data)}\n".encode())
-            send_stream(connection, data)
+            beats.start()
+            try:
+                data = self._packed_state()
+            finally:
+                packed.set()
+                beats.join()
+            if data is not None:
+                connection.sendall(f"{len(data)}\n".encode())
+                send_stream(connection, data)
+
+    def _packed_state(self) -> bytes | None:
+        """The last committed state. None: there is none at this moment."""
+        steps = self._own_steps
+        with steps.lock:
+            member = self._member
+            if member is None or self._in_commit:
+                return None
+            content = {"tag": list(member.tag), "state": steps.committed_state()}
+        return pack(content)
 
     def _heal(self, tag: Tag, source: str, addresses: Addresses) -> Healed | None:
         start = time.monotonic()
@@ -396,8 +428,10 @@ class Groups:
 
         try:
             with dial(addresses[self.place], ANSWER_TIME, want="state") as connection:
-                connection.settimeout(max(ANSWER_TIME, self._timeout))
-                self._bytes = length = int(read_line(connection))
+                connection.settimeout(LOST)  # of silence: a stopped member is found by it
+                while not (line := read_line(connection).strip()):
+                    pass  # it packs its state
+                self._bytes = length = int(line)
                 data = receive_stream(connection, length, progress)
             return unpack(data, self._own_steps.z.device)
         except (OSError, ValueError) as error:

@@ -19,6 +19,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from dgc.comm.digest import digest_of
 from dgc.comm.mesh import MeshTransport
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.requests import as_bytes
@@ -64,9 +65,10 @@ class GroupSteps(OuterSteps):
         self._has_begun = self.is_fresh = False
         self._before: dict[str, Any] = {}  # the compressors' states before an exchange
         self._shared: dict[str, Any] = {}  # what of them is common to all members, after the last committed round
+        self._digest: int | None = None  # of the last committed round; None: it is to be computed
         self._epoch: int | None = None
         self._mesh: MeshTransport | None = None
-        self._lr = 0.0
+        self._lr = self._round_bytes = 0.0
 
     def start(self, model: FlatModel, transport: Transport, meter: TrafficMeter, name: str = "gossip") -> None:
         if transport.size > 1:
@@ -106,6 +108,7 @@ class GroupSteps(OuterSteps):
             self.model.gather()
             for fragment in self.fragments:
                 fragment.restart(self.z)
+            self._digest = None
             self.p.copy_(self.z)
             self.groups.join()
             self.model.scatter()
@@ -147,12 +150,14 @@ class GroupSteps(OuterSteps):
         fragments, factor = self.plan(round)
         lr = None if round <= self.warmup_steps else self._lr
         flight = Flight(fragments, round, lr, outer_factor=factor)
+        before = self._meter.wire_bytes
         self.exchange.begin(flight, self.z, 1.0, start=self.p)
         self.exchange.arrive()
-        digest = self.digest()
+        self._round_bytes = self._meter.wire_bytes - before
+        digest = self.digest() if self._digest is None else self._digest
         for number in fragments:
             for _, _, mean in self.fragments[number].tensors:
-                digest = crc32(_bytes(mean), digest)
+                digest = digest_of(_bytes(mean), digest)
         return crc32(str(flight.nonfinite).encode(), digest)
 
     def commit(self, round: int) -> int:
@@ -164,8 +169,9 @@ class GroupSteps(OuterSteps):
             self.exchange.land(0.0)
             self._continue(own, parts)
             self._share()
+            self._digest = self.digest()
         self.s = None
-        return self.digest()
+        return self._digest
 
     def void(self) -> None:
         self._mesh, self.s = None, None
@@ -198,8 +204,9 @@ class GroupSteps(OuterSteps):
                 fragment.merge(0.0)
             self._continue(own, [segment for f in self.fragments for segment, _, _ in f.tensors])
             self._share()
+            self._digest = self.digest()
         self._mesh = None
-        return self.digest()
+        return self._digest
 
     def _continue(self, own: Tensor | None, parts: list[Any]) -> None:
         """Count progress from the new z0 of some tensors on, and add what was trained since the exchange."""
@@ -237,20 +244,22 @@ class GroupSteps(OuterSteps):
         }
 
     def _share(self) -> None:
-        self._shared = {
-            name: {table: values for table, values in tables.items() if table not in ERRORS}
-            for name, tables in self._compression().items()
+        states = named_methods(self.exchange.states)
+        shared = {
+            name: {table: values for table, values in own.state_dict().items() if table not in ERRORS}
+            for name, own in states.items()
         }
+        self._shared = with_tensors(torch.clone, shared)
 
     def digest(self) -> int:
         """A digest of z0 and of the outer optimizer's state."""
         found = 0
         for fragment in self.fragments:
             for segment, z0, _ in fragment.tensors:
-                found = crc32(_bytes(z0), found)
+                found = digest_of(_bytes(z0), found)
                 for key, value in sorted(fragment.optimizer.state.get(z0, {}).items()):
                     content = _bytes(value) if isinstance(value, Tensor) else repr(value).encode()
-                    found = crc32(content, crc32(f"{segment.name} {key}".encode(), found))
+                    found = digest_of(content, crc32(f"{segment.name} {key}".encode(), found))
         return found
 
     def committed_state(self) -> dict[str, Any]:
@@ -274,7 +283,7 @@ class GroupSteps(OuterSteps):
         raise ValueError("groups join by themselves, before their first step")
 
     def metrics(self) -> dict[str, float]:
-        return {**super().metrics(), **self.groups.metrics()}
+        return {**super().metrics(), **self.groups.metrics(), "round_bytes": self._round_bytes}
 
     def close(self) -> None:
         self.groups.close()

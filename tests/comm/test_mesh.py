@@ -44,6 +44,22 @@ def numbers(rank: int, count: int, dtype: torch.dtype = torch.float32) -> Any:
     return (torch.randn(count, generator=torch.Generator().manual_seed(rank)) * 50).to(dtype)
 
 
+class SlowSocket(socket.socket):
+    def settimeout(self, value: float | None) -> None:
+        time.sleep(0.2)
+        super().settimeout(value)
+
+
+def test_a_connection_that_ends_while_others_are_prepared_fails_the_exchange() -> None:
+    """A rank that dies at this moment must not end this one."""
+    (ended, other), (open_, third) = socket.socketpair(), socket.socketpair()
+    other.close()
+    slow = SlowSocket(fileno=open_.detach())
+    mesh = MeshTransport(0, {1: ended, 2: slow}, time.monotonic() + patient(5))
+    with third, pytest.raises(MeshError):
+        mesh.wait(mesh.launch("x", [AllGather(torch.zeros(1))]))
+
+
 def to_neighbour(rank: int, size: int) -> Exchange:
     before, after = (rank - 1) % size, (rank + 1) % size
     return Exchange({after: numbers(rank, 4)}, {before: torch.empty(4)})

@@ -17,7 +17,7 @@ from optim.nets import loss_of, net
 
 from dgc.comm.lockstep import LockstepWorld
 from dgc.gossip import SGP, HierarchicalGossip
-from dgc.groups import connect
+from dgc.groups import connect, connection
 from dgc.local import Nesterov, OuterSteps, Ramp, SlowMo
 from dgc.optim import LocalOptimizer
 
@@ -213,6 +213,52 @@ def test_a_checkpoint_continues_from_the_common_model_and_without_a_residual(led
     close(every[1], again)
 
 
+def test_bytes_of_rounds_are_counted(led: Post) -> None:
+    every = sites(led, 2, METHODS["dense"])
+    together(*(site.begin for site in every))
+    all_step(every, 8)
+    of_model = 4 * every[0].own.model.numel
+    for site in every:
+        meter, found = site.own.meter, site.method.metrics()
+        assert found["rounds"] == 4 and found["members"] == 2
+        assert found["round_bytes"] == of_model and meter.wire_bytes == 4 * of_model
+        # a dense all-reduce in every step after the first round
+        assert meter.dense_wire_bytes == 6 * of_model
+    close(*every)
+
+
+def test_a_group_of_several_ranks_remembers_the_run(led: Post) -> None:
+    """Without it a rank but the first would wait for other seconds, and save a state of no run."""
+
+    def group(number: int) -> Any:
+        def on(transport: Any) -> tuple[str, float, float]:
+            own = connect(led.address, name=f"g{number}", log=lambda text: None)
+            on_group(transport, own)
+            return own.run, own._grace, own._timeout
+
+        return LockstepWorld(2).run(on)
+
+    found = together(partial(group, 0), partial(group, 1))
+    expected = led.server.coordinator.run, led.settings.grace, led.settings.timeout
+    assert found == [[expected] * 2] * 2
+
+
+def test_a_source_that_is_silent_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be stopped: its machine still takes connections."""
+    with post(tmp_path, quorum=1, grace=0.0, timeout=patient(60)) as led:
+        early = sites(led, 1, METHODS["diloco"])[0]
+        early.begin()
+        early.steps(2)
+        monkeypatch.setattr(connection, "LOST", 1.0)
+        monkeypatch.setattr(connection.Groups, "_packed_state", lambda self: time.sleep(patient(10)))
+        monkeypatch.setattr(connection, "BEAT", patient(20))
+        late, start = Site(led.address, 1, METHODS["diloco"]()), time.monotonic()
+        late.begin()
+        assert time.monotonic() - start < patient(5) and late.groups.healed is None
+        assert any("could not be loaded" in text for text in late.told)
+        close(early, late)
+
+
 def test_a_group_with_other_settings_is_refused(led: Post) -> None:
     one, other = Site(led.address, 0, OuterSteps(2)), Site(led.address, 1, OuterSteps(3))
     one.begin()
@@ -257,6 +303,16 @@ def test_methods_that_cannot_meet_are_refused(name: str) -> None:
 def test_arguments_that_cannot_work_are_refused(arguments: Any) -> None:
     with pytest.raises(ValueError):
         connect(**{"address": "127.0.0.1:1", **arguments})
+
+
+def on_group(transport: Any, groups: Any) -> None:
+    """A rank of a group that begins and ends."""
+    model = net()
+    method = HierarchicalGossip(OuterSteps(2))
+    named = model.named_parameters()
+    optimizer = LocalOptimizer(momentum(model), named, method, transport=transport, groups=groups)
+    optimizer.zero_grad()
+    optimizer.close()
 
 
 def on_place(transport: Any, address: str, group: int, steps: int, groups: bool) -> torch.Tensor:
