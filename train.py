@@ -181,7 +181,9 @@ def run(
             return EXIT_SAVED
         if rank == 0:
             metric, lower = settings.metric, task.lower_is_better
-            summary = summarize(name, progress, ranks=size, metric=metric, item=task.item, lower_is_better=lower)
+            rounds = None if settings.groups is None else optimizer.metrics()
+            about: Any = {"item": task.item, "lower_is_better": lower, "rounds": rounds}
+            summary = summarize(name, progress, ranks=size, metric=metric, **about)
             write_summary(directory, summary)
     return 0
 

@@ -59,6 +59,7 @@ class Log:
     ) -> None:
         transport, progress, settings = state.transport, state.progress, tree.train
         self.directory, self.tree = directory, tree
+        self.meets_groups = settings.groups is not None
         self.optimizer, self.sync, self.recorder = state.optimizer, sync, recorder
         self.progress = progress
         self.transport = transport
@@ -130,7 +131,9 @@ class Log:
         if resumed is not None:
             done = self.progress.epoch >= self.tree.train.num_epochs
             self.print(f"resumed from checkpoint {resumed}" + (". The run is finished" if done else ""))
-        if size == 1:
+        if self.meets_groups:
+            self.print("this group meets others in outer steps: bytes are those of its rounds")
+        elif size == 1:
             self.print("1 process: nothing is sent")
 
     def _snapshot(self) -> dict[str, float]:
@@ -205,7 +208,7 @@ class Log:
             return ""
         items = f"{self.item}s"
         status = f"loss {last['train/loss']:.3f}, {last[f'time/{items}_per_second']:.0f} {items}/s"
-        if self.transport.size > 1:
+        if self.transport.size > 1 or self.meets_groups:
             status += f", wire {human_bytes(last['bytes/wire_per_step'])}/step"
         return status
 

@@ -1,5 +1,6 @@
 """The summary of a run: a printed table and summary.json."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ def summarize(
     metric: str | None,
     item: str = "sample",
     lower_is_better: bool = False,
+    rounds: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
     """The contents of summary.json. item: what was counted: "sample" or "token". lower_is_better: of the metric.
+    rounds: number of `rounds` with other groups, and bytes of the last one, `round_bytes`. None: there are none.
 
     Bytes are counted for one rank over the whole run, as defined in docs/bytes.md. wire_over_dense is
     wire_bytes / dense_wire_bytes, or None if a single process sends nothing.
@@ -43,6 +46,7 @@ def summarize(
         "dense_cross_wire_bytes": round(progress.dense_cross_wire_bytes),
         "wire_over_dense": progress.wire_bytes / dense if dense else None,
         "dropped_steps": progress.dropped_steps,
+        **({} if rounds is None else {name: round(rounds[name]) for name in ("rounds", "round_bytes")}),
     }
 
 
@@ -64,8 +68,12 @@ def table(summary: dict[str, Any]) -> str:
         cross, dense_cross = summary["cross_wire_bytes"], summary["dense_cross_wire_bytes"]
         if 0 < dense_cross < dense:  # several machines of several ranks
             rows.append(("between machines", f"{human_bytes(cross)}, {against_dense(cross, dense_cross)}"))
-    elif summary["ranks"] == 1:
+    elif "rounds" not in summary and summary["ranks"] == 1:
         rows.append(("wire bytes per rank", "0 B (1 process: nothing is sent)"))
+    if "rounds" in summary:
+        rows.append(
+            ("rounds of groups", f"{summary['rounds']}, {human_bytes(summary['round_bytes'])} in the last one")
+        )
     if summary["dropped_steps"]:
         rows.append(("dropped steps", f"{summary['dropped_steps']} (gradients that were not finite)"))
     width = max(len(name) for name, _ in rows)

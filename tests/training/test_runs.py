@@ -254,6 +254,10 @@ def test_formatting() -> None:
     alone = summarize("run", progress, ranks=1, metric=None)
     assert alone["wire_over_dense"] is None and "163" not in table(alone)
     assert "0 B (1 process: nothing is sent)" in table(alone)
+    progress = TrainingProgress(epoch=1, samples=10, **sent)
+    group = summarize("run", progress, ranks=1, metric=None, rounds={"rounds": 31.0, "round_bytes": 4.8e5})
+    assert group["rounds"] == 31 and "rounds of groups     31, 480 kB in the last one" in table(group)
+    assert "wire bytes per rank  15.0 MB" in table(group) and "nothing is sent" not in table(group)
     # the demonstration compares both runs
 
     def run(accuracy: Any, wire: Any) -> Any:
