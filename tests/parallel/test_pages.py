@@ -211,6 +211,7 @@ HERE = {
     "wire": "--steps 5 --densities 0.01",
     # over Gloo
     "ddp_step": "--ranks 2 --factors 1 --rounds 1 --warmup 3",
+    "groups": "--rounds 1 --every 2 --layers 1 --batch 1 --join-after 4",
     "muon_step": "--ranks 2 --width 16 --rounds 1",
     "outer_speed": "--launcher torchrun --steps 1 --every 2 --delay 0 --batch 1 --methods fp16 diloco",
     "sixteen_bits": "--ranks 2 --repeats 1 --warmup 0",

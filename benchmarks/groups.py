@@ -1,0 +1,289 @@
+"""Rounds of replica groups beside outer steps over torch.distributed, and a group that joins late.
+
+    python -m benchmarks.groups [--hosts 2 --rate 1gbit] [--rounds 9]
+    python -m benchmarks.groups --draw RECORD FILE.svg
+
+Each rank trains a model of --layers layers of 1024 x 1024 with SGD, and has an exchange of DiLoCo in fp32 in every
+H = --every steps:
+
+alone         without an exchange: the most that any other one can reach
+local steps   over torch.distributed and Gloo: nobody may be lost
+groups        each rank is a group; groups+disk also keeps the last committed state on its disk
+
+They take turns in windows of H steps, each of which ends with its exchange. The time is that of the slowest rank.
+`of alone` and `of local` are speeds compared within a turn.
+
+Then the groups go on until round --join-after, and another group starts with other weights. Bytes and seconds of
+its healing are printed, and the round in which it takes part.
+
+--draw draws the RECORD of tests/proof/test_groups.py: losses of groups that are killed, stopped and cut off.
+"""
+
+import argparse
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from math import ceil, floor, log10
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks._harness import Table, in_turns, middle, options, print_json, ratio
+from benchmarks._laboratory import Laboratory, address
+from benchmarks._launches import add_options, begin, connected, on_networks, run_ranks
+from dgc.comm import Transport, all_gather_object, barrier
+from dgc.comm.lockstep import LockstepWorld
+from dgc.groups import Groups, connect
+from dgc.groups.member import Outcome
+from dgc.local import Nesterov, OuterSteps
+from dgc.optim import LocalOptimizer
+from dgc.units import human_bytes
+from tools.docs.pictures import Axis, Picture, draw_axes
+
+TAKES = "3 min"
+WIDTH = 1024
+LATE = "a-late-group"
+PORT = 29444
+GRACE = 20.0  # seconds in which the late group loads the state and takes its first steps
+
+
+class Worker:
+    """A model and what trains it. groups: its connection. transport: of local steps. Neither: alone."""
+
+    def __init__(
+        self,
+        settings: dict[str, Any],
+        rank: int,
+        groups: Groups | None = None,
+        transport: Transport | None = None,
+        seed: int = 0,
+    ):
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(settings["layers"])))
+        self.every, self.groups = settings["every"], groups
+        inner = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.optimizer: Any = inner
+        if groups is not None or transport is not None:
+            steps = OuterSteps(self.every, outer=Nesterov())
+            ranks = transport or LockstepWorld(1).transports[0]
+            named = self.model.named_parameters()
+            self.optimizer = LocalOptimizer(inner, named, steps, transport=ranks, groups=groups)
+        self._x = torch.randn(settings["batch"], WIDTH, generator=torch.Generator().manual_seed(rank))
+
+    def window(self) -> None:
+        """H steps, with the exchange at their end."""
+        for _ in range(self.every):
+            self.optimizer.zero_grad()
+            self.model(self._x).square().mean().backward()
+            self.optimizer.step()
+
+    def short_window(self) -> None:
+        """As `window`, without gradients: for the rounds before the late group."""
+        for _ in range(self.every):
+            self.optimizer.zero_grad()
+            self.optimizer.step()
+
+    @property
+    def round(self) -> int:
+        assert self.groups is not None
+        return self.groups.tag.round
+
+
+@contextmanager
+def coordinator(rank: int, host: str, number: int, folder: str) -> Iterator[str]:
+    """The address of a coordinator, which rank 0 starts."""
+    at, words = f"{host}:{PORT + number}", [sys.executable, "-m", "dgc.groups", "serve", "--grace", str(GRACE)]
+    words += ["--port", str(PORT + number), "--state", f"{folder}/decisions{number}.json"]
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL) if rank == 0 else None
+    try:
+        while process is not None:
+            try:
+                socket.create_connection((host, PORT + number), 1).close()
+                break
+            except OSError:
+                time.sleep(0.05)
+        yield at
+    finally:
+        if process is not None:
+            process.terminate()
+            process.wait()
+
+
+def connection(at: str, folder: str | None = None, name: str = "") -> Groups:
+    return connect(at, folder=folder, name=name, log=lambda text: None)
+
+
+def work(settings: dict[str, Any]) -> dict[str, Any]:
+    """What each rank does."""
+    torch.set_num_threads(1)
+    transport = connected("torchrun")
+    rank = transport.rank
+    with tempfile.TemporaryDirectory() as folder:
+        serve = partial(coordinator, rank, settings["host"], folder=folder)
+        with serve(0) as first, serve(1) as second:
+            barrier(transport)
+            workers = {
+                "alone": Worker(settings, rank),
+                "local steps": Worker(settings, rank, transport=transport),
+                "groups": Worker(settings, rank, connection(first)),
+                "groups+disk": Worker(settings, rank, connection(second, f"{folder}/{rank}")),
+            }
+            for worker in workers.values():
+                worker.optimizer.zero_grad()  # groups join
+            barrier(transport)
+            works = {name: partial(timed, transport, own.window) for name, own in workers.items()}
+            found = in_turns(works, settings["rounds"], settings["warmup"])
+            own = workers["groups"]
+            assert own.groups is not None and own.round == settings["rounds"] + settings["warmup"]
+            longest = own.groups.longest
+            workers["groups+disk"].optimizer.close()
+            late = joined(own, settings, transport, first)
+            own.optimizer.close()
+    numel = sum(p.numel() for p in own.model.parameters())
+    return {"parameters": numel, "seconds": found, "longest": longest, "late": late}
+
+
+def timed(transport: Transport, window: Callable[[], None], number: int) -> float:
+    """Seconds of a window of the slowest rank."""
+    barrier(transport)
+    start = time.perf_counter()
+    window()
+    return float(max(all_gather_object(transport, time.perf_counter() - start)))
+
+
+def joined(own: Worker, settings: dict[str, Any], transport: Transport, at: str) -> dict[str, Any] | None:
+    """Let another group join after some rounds. Returns what it has told, on rank 0."""
+    assert own.groups is not None
+    while own.round < settings["join_after"]:
+        own.short_window()
+    process = None
+    if transport.rank == 0:
+        words = [sys.executable, "-m", "benchmarks.groups", LATE, json.dumps({**settings, "address": at})]
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    while max(all_gather_object(transport, len(own.groups.members))) <= transport.size:
+        own.short_window()
+    if process is None:
+        return None
+    told, _ = process.communicate(timeout=60)
+    return dict(json.loads(told))
+
+
+def join_late(settings: dict[str, Any]) -> None:
+    """The late group: load the state, train in the next round, and tell how it went."""
+    torch.set_num_threads(1)
+    groups = connection(settings["address"], name="late")
+    own = Worker(settings, 7, groups, seed=1)
+    own.optimizer.zero_grad()
+    at, start = own.round, time.perf_counter()
+    own.window()
+    assert groups.healed is not None and groups.outcomes[Outcome.COMMITTED] == 1, groups.outcomes
+    nbytes, seconds = groups.healed
+    told = {"healed": at, "bytes": nbytes, "seconds": seconds, "took_part": own.round}
+    print(json.dumps({**told, "seconds_to_round": time.perf_counter() - start, "members": len(groups.members)}))
+    own.optimizer.close()
+
+
+def measure_all(args: argparse.Namespace, ranks: int, laboratory: Laboratory | None) -> Any:
+    host = "127.0.0.1" if laboratory is None else address(0)
+    return run_ranks("benchmarks.groups", vars(args) | {"host": host}, ranks, laboratory, "torchrun")
+
+
+def report(args: argparse.Namespace, ranks: int, found: dict[str, Any], network: dict[str, Any] | None) -> None:
+    """Print a table and a line of JSON."""
+    where = "this machine" if network is None else f"{network['hosts']} hosts, {network['rate']}"
+    shape = f"{found['parameters']:,} parameters, H = {args.every}, batch {args.batch}"
+    print(f"{ranks} ranks, 1 thread each, {where}, {shape}, {args.rounds} turns")
+    columns = [("ms", "ms of H steps", "15.1f"), ("exchange", "exchange ms", "13.1f")]
+    table = Table("method", 14, [*columns, ("alone", "of alone", "10.3f"), ("local", "of local", "10.3f")])
+    times = {name: dict(enumerate(of.values())) for name, of in found["seconds"].items()}
+    for name, of in times.items():
+        row = {
+            "ms": 1e3 * middle(of),
+            "alone": ratio(times["alone"], of),
+            "local": ratio(times["local steps"], of),
+        }
+        extra = {number: 1e3 * (took - times["alone"][number]) for number, took in of.items()}
+        table.add(name, {**row, "exchange": middle(extra)})
+    late = found["late"]
+    print(
+        f"a group joins with round {late['healed']}: {human_bytes(late['bytes'])} in {late['seconds']:.2f} s; it "
+        f"takes part in round {late['took_part']}, {late['seconds_to_round']:.1f} s later"
+    )
+    own = {"ranks": ranks, "network": network, "parameters": found["parameters"], "every": args.every}
+    print_json({"benchmark": "groups", **own, "methods": table.rows, "late": late})
+
+
+def main() -> int:
+    if sys.argv[1:2] == [LATE]:
+        join_late(json.loads(sys.argv[2]))
+        return 0
+    parser = options("benchmarks.groups", __doc__, layers=10, every=20, batch=32, rounds=9, join_after=100)
+    parser.add_argument("--draw", type=Path, nargs=2, metavar=("RECORD", "FILE"))
+    add_options(parser, steps=False)
+    parser.set_defaults(ranks=[2], warmup=2)
+    args = parser.parse_args()
+    if args.draw is not None:
+        draw(json.loads(args.draw[0].read_text()), args.draw[1])
+        return 0
+    args.draw = None
+    return on_networks(args, measure_all, report)
+
+
+COLOURS = ("blue", "green", "violet", "gray")  # of groups
+MARKS = {"kill": "red", "stop": "orange", "cut": "base"}  # classes of pictures.Picture
+
+
+def draw(record: dict[str, Any], file: Path) -> None:
+    """Loss of each group over time, and below it when each one was killed, stopped or cut off."""
+    groups, faults = record["groups"], record["faults"]
+    points = {name: [(s / 60, loss) for s, loss, _ in of if loss > 0] for name, of in groups.items()}
+    end = max(minutes for of in points.values() for minutes, _ in of)
+    losses = [loss for of in points.values() for _, loss in of]
+    decades = range(floor(log10(min(losses))), ceil(log10(max(losses))) + 1)
+    counts = {kind: sum(fault["kind"] == kind for fault in faults) for kind in MARKS}
+    text = " and ".join(", ".join(f"{number} {kind}s" for kind, number in counts.items()).rsplit(", ", 1))
+    picture = Picture((f"Four groups of two ranks go on through {text}",), "loss, mean of each 5 s", 0)
+    step = next(step for step in (1, 2, 5, 10, 30, 60) if end / step <= 8)
+    ticks = [(at, f"{at:g}") for at in range(0, int(end) + 1, step)]
+    heights = [(10.0**power, f"{10.0**power:g}") for power in decades]
+    y = Axis("loss", 10.0 ** decades[0], 10.0 ** decades[-1], heights, logarithmic=True)
+    place = draw_axes(picture, Axis("minutes", 0.0, end, ticks), y, 62, 240)
+    for of, colour in zip(points.values(), COLOURS, strict=False):
+        for part in without_gaps(of, 2.5 * record["bin"] / 60):
+            picture.line([place(*point) for point in part], colour)
+    bottom = picture.height
+    for row, (name, colour) in enumerate(zip(groups, COLOURS, strict=False)):
+        at = bottom + 20 * row
+        picture.text(54, at + 9, f"group {name}", f"note {colour}", "end")
+        for fault in (fault for fault in faults if str(fault["group"]) == name):
+            left = place(fault["begin"] / 60, y.low)[0]
+            right = place(min(end, (fault["begin"] + fault["seconds"]) / 60), y.low)[0]
+            picture.bar(left, at, max(2.0, right - left), MARKS[fault["kind"]], 12)
+    at = bottom + 20 * len(groups) + 14
+    for number, (kind, mark) in enumerate(MARKS.items()):
+        picture.bar(62 + 130 * number, at - 10, 18, mark, 12)
+        picture.text(86 + 130 * number, at, {"kill": "killed", "stop": "stopped", "cut": "cut off"}[kind], "note")
+    picture.height = at + 20
+    file.write_text(picture.svg())
+
+
+def without_gaps(points: Sequence[tuple[float, float]], gap: float) -> list[list[tuple[float, float]]]:
+    """The points in parts, between which there is nothing for some minutes."""
+    parts: list[list[tuple[float, float]]] = []
+    for point in points:
+        if not parts or point[0] - parts[-1][-1][0] > gap:
+            parts.append([])
+        parts[-1].append(point)
+    return parts
+
+
+if __name__ == "__main__":
+    begin(work, main)
