@@ -32,7 +32,7 @@ class Process:
         inside: Callable[[list[str]], list[str]] | None = None,
     ):
         """inside: of a command, the one that runs it on another machine. None: a fork here."""
-        self.output = folder / f"group{number}.txt"
+        self.number, self.output = number, folder / f"group{number}.txt"
         self._seen = self.output.stat().st_size if self.output.exists() else 0
         words = [WORKER, address, str(number), str(folder / f"state{number}"), kind]
         words = [warm.python(), *words] if inside is None else inside([sys.executable, *words])
@@ -71,6 +71,10 @@ class Process:
     def round(self) -> int:
         return int(self.rounds[-1]["round"]) if self.rounds else -1
 
+    @property
+    def is_alive(self) -> bool:
+        return all(process.poll() is None for process in self._processes)
+
     def send(self, number: int) -> None:
         """Send a signal to all ranks."""
         pids = [line["pid"] for line in self.lines if "pid" in line]
@@ -99,8 +103,14 @@ def until_round(processes: Sequence[Process], more: int = 2, members: int | None
     try:
         until(reached)
     except AssertionError:
-        text = "".join(f"\n--- {p.output.name}\n{p.output.read_text()[-2500:]}" for p in processes)
+        text = "".join(f"\n--- {p.output.name}\n{end_of(p.output.read_text())}" for p in processes)
         raise AssertionError(f"no round {first} with {members} members:{text}") from None
+
+
+def end_of(text: str) -> str:
+    """The first errors in an output, and its last lines."""
+    errors = "\n".join(line for line in text.splitlines() if line and not line.startswith("{"))
+    return f"{errors[:4000]}\n...\n{text[-1000:]}"
 
 
 def check_equal_states(processes: Sequence[Process]) -> None:
