@@ -371,11 +371,14 @@ class MeshTransport(GroupedTransport):
         """The ranks from which this one receives something for a request."""
         others = [rank for rank in self.members(request.group) if rank != self.rank]
         match request:
+            case AllGather() | AllReduce() | ReduceScatter() | AllToAll():
+                return others
             case Broadcast(_, root):
                 return [] if root == self.rank else [root]
             case Exchange(_, receives):
                 return [other for other in receives if other != self.rank]
-        return others
+            case _:
+                assert_never(request)
 
     def wait(self, work: MeshWork) -> tuple[Reply, ...]:
         # all pieces are added up and sent before this rank waits for one

@@ -122,7 +122,7 @@ _dtype, _device = attrgetter("dtype"), attrgetter("device")
 
 
 SECTOR = 32  # bytes that a GPU moves for an element that no neighbour in the same access shares
-MOST_READ = 1 << 16  # bytes that a program of a selection reads at most: one that reads more lasts longer
+MOST_READ = 1 << 16  # bytes that a program reads at most, if `moves` states it: one that reads more lasts longer
 _TRAFFIC: dict[str, Callable[[Any], tuple[int, int]]] = {}
 _MOST: dict[str, Callable[[Any], int]] = {}
 K = TypeVar("K")

@@ -2,6 +2,7 @@
 
 from importlib import import_module
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -21,11 +22,19 @@ with pytest.MonkeyPatch.context() as patch:
     from dgc.kernels.selection.triton import INTERPRETED
 
 assert INTERPRETED == (DEVICE == "cpu"), "Triton was imported before this file could ask for its interpreter"
-# Of programs: the interpreter runs them one after the other. In the opposite order, a race would give other bits.
-# Loops in a kernel have three bounds.
-ORDERS: tuple[Any, ...] = (range,)
-if INTERPRETED:
-    ORDERS = (lambda *n: range(*n)[::-1] if len(n) == 1 else range(*n),)
+
+
+def backwards(*bounds: int) -> Any:
+    """A grid has one bound, a loop in a kernel three."""
+    return range(*bounds)[::-1] if len(bounds) == 1 else range(*bounds)
+
+
+def shuffled(*bounds: int) -> Any:
+    return Random(bounds[0]).sample(range(*bounds), len(range(*bounds))) if len(bounds) == 1 else range(*bounds)
+
+
+# Of programs: the interpreter runs them one after the other. In another order, a race would give other bits.
+ORDERS: tuple[Any, ...] = (backwards, shuffled) if INTERPRETED else (range,)
 
 
 @pytest.fixture(autouse=True)

@@ -1,33 +1,26 @@
 """Triton's selection where candidates fit, overflow or are too few, and what its programs read at most."""
 
 from dataclasses import replace
-from random import Random
+from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
 from kernels import comparison
 from kernels.comparison import REFERENCE, Pass, assert_same_choice, check_moments, check_tail, same
-from kernels.interpreter import DEVICE, INTERPRETED
+from kernels.interpreter import DEVICE, INTERPRETED, backwards, shuffled
 from kernels.interpreter import interpreter as interpreter
 from kernels.test_triton_codec import plan_of, selection_of
 from sparse import payloads
 
+from dgc.kernels.codes.elements import ElementCode, Form, Scale
+from dgc.kernels.codes.triton_elements import TritonElementCoder
 from dgc.kernels.launch import _MOST, MOST_READ, Launcher, most_read, zeros_on
+from dgc.kernels.payload import Terms
 from dgc.kernels.payload.triton import TritonCodec, TritonMeanDecoder
 from dgc.kernels.selection import Budget, PassInputs, SelectionKernels
 from dgc.kernels.selection.triton import TritonSelection
 from dgc.sparse import payloads as formats
-
-
-def shuffled(*bounds: int) -> Any:
-    """A grid has one bound, a loop in a kernel three."""
-    return Random(bounds[0]).sample(range(*bounds), len(range(*bounds))) if len(bounds) == 1 else range(*bounds)
-
-
-def backwards(*bounds: int) -> Any:
-    return range(*bounds)[::-1] if len(bounds) == 1 else range(*bounds)
-
 
 # of programs, whose order a GPU chooses by itself
 ORDERS = {"in order": range, "reversed": backwards, "shuffled": shuffled} if INTERPRETED else {"any": range}
@@ -207,6 +200,25 @@ def test_no_program_of_statistics_reads_more_than_64_kilobytes(launched: list[An
     most = most_of(launched)
     assert set(most) == {f"{what}_of_{where}" for what in ("moments", "tail") for where in ("tiles", "ranges")}
     assert max(most.values()) <= MOST_READ, most
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("scale", Scale)
+@pytest.mark.parametrize("name", LARGE)
+def test_no_program_that_encodes_every_element_reads_more_than_64_kilobytes(
+    launched: list[Any], name: str, scale: Scale, dtype: Any
+) -> None:
+    """The gradient comes in one piece, and in several that are cut elsewhere than the segments."""
+    sizes, coder = LARGE[name], TritonElementCoder()
+    bounds, n = torch.tensor([0, *accumulate(sizes)]), sum(sizes)
+    code = ElementCode(Form.LEVELS, scale, bounds, 8, 127)
+    v = torch.empty(n, device="meta")
+    for cuts in ([n], [1, n // 3, n - n // 3 - 1]):
+        pieces = torch.empty(n, dtype=dtype, device="meta").split(cuts)
+        measured = coder.measure_(code, pieces, v, True)
+        coder.encode(code, v, measured, None, None, True, bounds, Terms(0.5, 9))
+    most = most_of(launched)
+    assert set(most) == {"measure", "encode"} and max(most.values()) <= MOST_READ, most
 
 
 @pytest.mark.parametrize("ratio", [0.001, 0.1])

@@ -159,7 +159,7 @@ def powersgd(name: str, settings: dict[str, Any]) -> Row:
     )
 
 
-ESTIMATORS = (
+SELECTORS = (
     selectors.Trimmed(),
     selectors.Radix(),
     selectors.Laplace(warm_start=True),
@@ -177,7 +177,7 @@ GENERAL = [
     residual("top-k", sample_ratio=1.0),
     residual("sampled", sample_ratio=0.01),
     residual("sampled-fp16-int32", HALF, **NARROW, **SMALL_SAMPLE),
-    *(residual(type(selector).__name__.lower(), selector=selector) for selector in ESTIMATORS),
+    *(residual(type(selector).__name__.lower(), selector=selector) for selector in SELECTORS),
     # small elements never travel: it comes closer, not home
     Row("sampled-no-memory", dgc(NoMemory, sample_ratio=0.01), dgc_bytes(), conserves=False, left=0.9),
     residual("per-bucket-rice", selector=selectors.Predicted(per_bucket=True), indices=RICE),

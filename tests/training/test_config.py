@@ -30,6 +30,7 @@ from dgc_training.constructors import import_path, import_target, keywords
 from dgc_training.faults.failure import UsageError
 from dgc_training.startup.build import parameter_groups
 from dgc_training.startup.run_directory import check_run_directory
+from scripts.methods import SELECTORS
 
 WM5, SGP, RING = (f"configs/{name}.py" for name in ("dgc/wm5", "gossip/sgp", "topology/ring"))
 HEAD = "import torch\nfrom dgc_training.config import Config, configs, derived\n"
@@ -162,9 +163,8 @@ def test_every_shipped_file_builds_its_parts_on_a_stack(name: str) -> None:
 
 
 def test_dgc_files_set_what_they_say() -> None:
-    ways = "exact predicted radix sampled trimmed laplace".split()
     names = [f"dgc/{name}" for name in "fp16 int32 mm nm wm0 wm5 wm5o".split()]
-    assert {f"configs/{name}.py" for name in [*names, *(f"selection/{way}" for way in ways)]} <= set(SHIPPED)
+    assert {f"configs/{name}.py" for name in [*names, *(f"selection/{way}" for way in SELECTORS)]} <= set(SHIPPED)
     dense, dgc = load([CNN]).train, load([CNN, WM5]).train
     assert (dense.dgc, dgc.dgc) == (False, True)
     assert dense.optimizer._target_ == "torch.optim.SGD" and dgc.optimizer._target_ == "dgc.optim.DGCSGD"

@@ -1,6 +1,7 @@
 """The GPU backend of methods with a code for every element: `measure` and `encode`, and `mean_of_payloads`.
 
-Sums of a segment are added from the sums of its tiles, in a fixed order, by the program that arrives last.
+Sums are added in a fixed order: the last program of a group of tiles to arrive adds the tiles, and the last group
+of a segment adds the groups. So no program reads more than a tile, a group of tiles, and the groups of a segment.
 Checksums are sums of integers, so their order does not matter. Counters are zero again after each launch, as in
 `triton_codec`. Nothing waits for the device.
 """
@@ -54,6 +55,7 @@ from dgc.kernels.launch import (
 from dgc.kernels.payload import Terms
 from dgc.kernels.payload.triton import counters_on
 from dgc.kernels.payload.triton_plain import (
+    BITS,
     FINISHED,
     HEADER,
     INFINITE,
@@ -70,6 +72,7 @@ from dgc.kernels.selection.triton import (
     NOWHERE,
     SUMS,
     TOO_LARGE,
+    arrive,
     most_of,
     rounded,
     sum_of,
@@ -83,16 +86,29 @@ KEEPS_NOTHING, KEEPS_REST, KEEPS_SCALED = (tl.constexpr(i) for i in range(3))
 # counters of `mean_of_payloads`: whether the mean is not finite; of each rank, a sum in a cache line of its own
 OVERFLOW = tl.constexpr(0)
 LINE = tl.constexpr(16)
+# counter of `encode`: NOWHERE less the first unusable element
+UNUSABLE = tl.constexpr(BITS.value)
 CHECKED = 256  # words of a payload that a program adds at a time
 
 
 def bytes_of_measure(a: Any) -> tuple[int, int]:
-    n = a.v.numel()
-    return n * (a.G.primitive_bitwidth // 8 + (4 if a.ADDS else 0)), 0
+    n, own = a.v.numel(), each_of_measure(a) * (a.n_tiles + a.groups)
+    return n * (a.G.primitive_bitwidth // 8 + (4 if a.ADDS else 0)) + own, own
 
 
-@moves("tiles sums counts", "v unusable sums counts", bytes_of_measure)
-@triton.jit(do_not_specialize=["n_tiles", "n_segments"])
+def read_by_measure(a: Any) -> int:
+    """Return the most bytes that a program reads: its tile, its group of tiles, and the groups of its segment."""
+    tile: int = a.TILE * (a.G.primitive_bitwidth // 8 + (4 if a.ADDS else 0))
+    return tile + each_of_measure(a) * (min(a.BLOCK, a.n_tiles) + a.n_tiles // a.BLOCK + 1)
+
+
+def each_of_measure(a: Any) -> int:
+    """Return the bytes that are kept of a tile or a group: a sum, or a maximum."""
+    return {NONE.value: 0, NONZERO.value: 4, LARGEST.value: 4}.get(a.SCALE, 8)
+
+
+@moves("tiles", "v unusable", bytes_of_measure, read_by_measure)
+@triton.jit(do_not_specialize=["n_tiles", "n_segments", "groups"])
 @no_type_check
 def measure(
     tiles,
@@ -103,8 +119,9 @@ def measure(
     first_tiles,
     n_segments,
     unusable,
-    sums,
-    counts,
+    tile_sums,
+    tile_counts,
+    groups,
     arrived,
     factor,
     values,
@@ -114,7 +131,11 @@ def measure(
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write v, and the first unusable element of each tile. A segment's last tile to arrive writes its numbers."""
+    """Write v, and the first unusable element of each tile. A segment's last program to arrive writes its numbers.
+
+    tile_*: of each tile, and from n_tiles on of each group of BLOCK tiles of a segment. arrived: zeros for each
+    segment, and then for each of `groups` groups, which they are again afterwards.
+    """
     t, start, length, s = tile_at(tiles, n_tiles)
     piece = tl.load(tiles + 3 * n_tiles + t)
     inner = tl.load(tiles + 4 * n_tiles + t)
@@ -134,31 +155,45 @@ def measure(
     tl.store(v + start + lane, x, mask=is_valid)
     if SCALE != NONE:
         bits = x.to(tl.int32, bitcast=True) & MAGNITUDE
-        wide = x.to(tl.float64)
-        if SCALE == MEAN:
-            tl.store(sums + t, tl.sum(bits.to(tl.float32, bitcast=True).to(tl.float64), 0))
-        if (SCALE == NORM) | (SCALE == SPREAD):
-            tl.store(sums + t, tl.sum(wide * wide, 0))
-        tl.store(counts + t, tl.max(bits, 0))
+        if (SCALE == NONZERO) | (SCALE == LARGEST):
+            tl.store(tile_counts + t, tl.max(bits, 0))
+        elif SCALE == MEAN:
+            tl.store(tile_sums + t, tl.sum(bits.to(tl.float32, bitcast=True).to(tl.float64), 0))
+        else:
+            wide = x.to(tl.float64)
+            tl.store(tile_sums + t, tl.sum(wide * wide, 0))
         first = tl.load(first_tiles + s).to(tl.int32)
         # the empty tiles at the end belong to the last segment and add nothing
         last = tl.load(first_tiles + s + 1, mask=s + 1 < n_segments, other=n_tiles).to(tl.int32)
-        tl.debug_barrier()  # all of this tile's numbers are written
-        if tl.atomic_add(arrived + s, 1) == last - first - 1:
-            tl.store(arrived + s, 0)
-            size = tl.maximum(tl.load(bounds + s + 1) - tl.load(bounds + s), 1).to(tl.float64)
-            if SCALE == NONZERO:
-                found = (most_of(counts, first, last, BLOCK) > 0).to(tl.float32)
-            elif SCALE == MEAN:
-                found = (sum_of(sums, first, last, BLOCK) / size).to(tl.float32)
-            elif SCALE == LARGEST:
-                found = most_of(counts, first, last, BLOCK).to(tl.float32, bitcast=True)
-            elif SCALE == NORM:
-                found = tl.sqrt(sum_of(sums, first, last, BLOCK)).to(tl.float32)
+        begin = t - (t - first) % BLOCK
+        end = tl.minimum(begin + BLOCK, last)
+        # where the segment's groups begin: it has at most one that is not full
+        place = first // BLOCK + s
+        group = place + (t - first) // BLOCK
+        if arrive(arrived + n_segments + group) == end - begin - 1:
+            tl.store(arrived + n_segments + group, 0)
+            if (SCALE == NONZERO) | (SCALE == LARGEST):
+                tl.store(tile_counts + n_tiles + group, most_of(tile_counts, begin, end, BLOCK))
             else:
-                spread = tl.sqrt(sum_of(sums, first, last, BLOCK) / size)
-                found = (spread * tl.load(factor)).to(tl.float32)
-            tl.store(values + s, found)
+                tl.store(tile_sums + n_tiles + group, sum_of(tile_sums, begin, end, BLOCK))
+            n_groups = (last - first + BLOCK - 1) // BLOCK
+            if arrive(arrived + s) == n_groups - 1:
+                tl.store(arrived + s, 0)
+                begin = n_tiles + place
+                end = begin + n_groups
+                size = tl.maximum(tl.load(bounds + s + 1) - tl.load(bounds + s), 1).to(tl.float64)
+                if SCALE == NONZERO:
+                    found = (most_of(tile_counts, begin, end, BLOCK) > 0).to(tl.float32)
+                elif SCALE == MEAN:
+                    found = (sum_of(tile_sums, begin, end, BLOCK) / size).to(tl.float32)
+                elif SCALE == LARGEST:
+                    found = most_of(tile_counts, begin, end, BLOCK).to(tl.float32, bitcast=True)
+                elif SCALE == NORM:
+                    found = tl.sqrt(sum_of(tile_sums, begin, end, BLOCK)).to(tl.float32)
+                else:
+                    spread = tl.sqrt(sum_of(tile_sums, begin, end, BLOCK) / size)
+                    found = (spread * tl.load(factor)).to(tl.float32)
+                tl.store(values + s, found)
 
 
 @triton.jit
@@ -181,12 +216,17 @@ def level_factors_of(scale, levels):
     return tl.where(sent, inverse, 0.0), tl.where(sent, step, 0.0)
 
 
-@moves("tiles v values values unusable tensors", "payload residual")
+@moves(
+    "tiles v values values unusable tensors",
+    "payload residual",
+    most=lambda a: 4 * a.TILE + 4 * a.share + 8 * a.n_tensors,
+)
 @triton.jit(
     do_not_specialize=[
         "n_tiles",
         "n_segments",
         "n_unusable",
+        "share",
         "n_tensors",
         "begin",
         "end",
@@ -220,6 +260,7 @@ def encode(
     seeds,
     unusable,
     n_unusable,
+    share,
     tensors,
     n_tensors,
     ratio,
@@ -236,7 +277,8 @@ def encode(
 ):
     """Write table and codes, at `begin` to `end`, and the residual. The last program writes the header.
 
-    seeds: `seed_word` on the device, in the place of the keys, or None.
+    unusable: first unusable elements of parts, of which each program reads `share`. seeds: `seed_word` on the
+    device, in the place of the keys, or None.
     """
     s, length, i, is_valid, place = tile_of(tiles, n_tiles, bounds, starts, WIDTH, TILE)
     x = tl.load(v + i, mask=is_valid, other=0.0)
@@ -275,16 +317,20 @@ def encode(
     if t == 0:
         pad = end + tl.arange(0, 8)
         tl.store(payload + pad, tl.zeros([8], dtype=tl.uint8), mask=pad < nbytes)
+    lane = tl.arange(0, BLOCK)
+    least = tl.full([BLOCK], NOWHERE, tl.int32)
+    for k in range(0, share, BLOCK):
+        own = (lane < share - k) & (t * share + k + lane < n_unusable)
+        least = tl.minimum(least, tl.load(unusable + t * share + k + lane, mask=own, other=NOWHERE))
+    found = tl.min(least, 0)
+    if found < NOWHERE:
+        tl.atomic_max(counters + UNUSABLE, tl.full([], NOWHERE, tl.int64) - found)
     tl.atomic_add(counters + SUM, part)
     if tl.atomic_add(counters + FINISHED, 1) == n_tiles - 1:
-        lane = tl.arange(0, BLOCK)
-        where = tl.full([BLOCK], NOWHERE, tl.int32)
-        for j in range(0, n_unusable, BLOCK):
-            found = tl.load(unusable + j + lane, mask=lane < n_unusable - j, other=NOWHERE)
-            where = tl.minimum(where, found)
+        where = tl.full([], NOWHERE, tl.int64) - tl.atomic_xchg(counters + UNUSABLE, 0)
         one = tl.full([], 1.0, tl.float32)
         zero = tl.zeros([], dtype=tl.int32)
-        write_header(payload, counters, zero, tl.min(where, 0), tensors, n_tensors, one, ratio, form, BLOCK)
+        write_header(payload, counters, zero, where, tensors, n_tensors, one, ratio, form, BLOCK)
 
 
 @moves(
@@ -394,10 +440,12 @@ class TritonElementCoder(ElementCoder):
         tiling, device = self._tilings.of(code.bounds, tuple(piece.numel() for piece in g)), v.device
         tiles, segments, dtype = tiling.count, tiling.first_tiles.numel(), g[0].dtype
         values = torch.empty(max(1, code.rows), segments, dtype=torch.float32, device=device)
-        unusable, counts = torch.empty(2, tiles, dtype=torch.int32, device=device).unbind()
-        sums = torch.empty(tiles, dtype=torch.float64, device=device)
+        groups = tiles // SUMS + segments
+        sums = torch.empty(tiles + groups, dtype=torch.float64, device=device)
+        words = torch.empty(2 * tiles + groups, dtype=torch.int32, device=device)
+        unusable, counts = words[:tiles], words[tiles:]
         where = (tiling.table, tiles, pointers(g, dtype, device), v, code.bounds, tiling.first_tiles, segments)
-        parts = (unusable, sums, counts, self._arrived_at(code.bounds))
+        parts = (unusable, sums, counts, groups, self._arrived_at(code.bounds, segments + groups))
         found = (on_device((code.factor,), torch.float64, device), values)
         kind = (FLOATS[dtype], adds, int(code.scale), self.tile, SUMS)
         self._launch(measure, v, tiles, *where, *parts, *found, *kind)
@@ -423,7 +471,8 @@ class TritonElementCoder(ElementCoder):
         values = measured.values if given is None else given
         sizes = (code.begin, code.begin + layout, code.nbytes, residual, code.momentum or 0.0, float(code.levels))
         unusable, counters = measured.unusable, counters_on(v.device, current_stream(v.device))
-        header = (unusable, unusable.numel(), tensors, tensors.numel(), *terms.words, counters)
+        parts = unusable.numel(), -(-unusable.numel() // tiles)
+        header = (unusable, *parts, tensors, tensors.numel(), *terms.words, counters)
         kind = (int(code.form), code.rows, kept.value, seed is not None, code.bits, code.unit, self.tile, BLOCK)
         slot = None if seed is None else seed_slot(seed_word(seed))
         keys = keys_as_int32(seed if slot is None else None)
@@ -460,13 +509,13 @@ class TritonElementCoder(ElementCoder):
         where = (tiling.table, tiling.count, code.bounds, layout.starts, tiling.first_tiles.numel())
         return where, tiling.count, layout.nbytes
 
-    def _arrived_at(self, bounds: Bounds) -> Int32[Tensor, "S"]:
+    def _arrived_at(self, bounds: Bounds, n: int) -> Int32[Tensor, "n"]:
         """The counters of launches on the current stream, which follow each other. They are zero in between."""
-        kept: dict[int, Tensor] = self._arrived.setdefault(bounds, {})
-        stream = current_stream(bounds.device)
-        if stream not in kept:
-            kept[stream] = torch.zeros(bounds.numel() - 1, dtype=torch.int32, device=bounds.device)
-        return kept[stream]
+        kept: dict[tuple[int, int], Tensor] = self._arrived.setdefault(bounds, {})
+        key = (current_stream(bounds.device), n)
+        if key not in kept:
+            kept[key] = torch.zeros(n, dtype=torch.int32, device=bounds.device)
+        return kept[key]
 
 
 def sums_on(device: torch.device, stream: int, ranks: int) -> Int64[Tensor, "counters"]:
