@@ -17,7 +17,6 @@ from typing import Any
 
 from typing_extensions import assert_never
 
-from dgc.atomic_write import write_atomically
 from dgc.comm.collectives import all_gather_object, broadcast_object
 from dgc.comm.lines import LineClient
 from dgc.comm.mesh import (
@@ -35,6 +34,7 @@ from dgc.comm.transport import Transport
 from dgc.core.arguments import WHOLE, require
 from dgc.gossip.hierarchical_gossip import HierarchicalGossip
 from dgc.gossip.protocol import Gossip
+from dgc.groups.disk import Disk, Saved, pack, unpack
 from dgc.groups.member import (
     Broken,
     Connect,
@@ -63,11 +63,10 @@ from dgc.groups.messages import (
     encode,
 )
 from dgc.groups.serve import PORT
-from dgc.groups.steps import GroupSteps, pack, unpack
+from dgc.groups.steps import GroupSteps
 from dgc.local.steps import OuterSteps
 from dgc.units import human_bytes
 
-MAGIC = b"dgc.groups 1\n"
 CONNECT_TIME = 2.0  # seconds that an outer step waits for a coordinator that does not answer
 BEAT, LOST = 0.5, 5.0  # seconds between two signs of this group; of silence of the coordinator, or of a source
 LAST = 2**63  # above all attempts
@@ -147,6 +146,7 @@ class Groups:
         self._deadline = self._until = 0.0  # of this outer step, of an exchange
         self._healing = 0.0  # seconds, of this outer step
         self._steps: GroupSteps | None = None
+        self._disk: Disk | None = None
         self._member: Member | None = None
 
     # --- what an optimizer needs --------------------------------------------------------------------
@@ -172,6 +172,7 @@ class Groups:
             raise ValueError("these groups belong to another optimizer: call dgc.groups.connect for each")
         self._steps, self._inside, self._settings = steps, inside, settings
         self.place = inside.rank
+        self._disk = None if self.folder is None else Disk(self.folder, self.place, self._log)
         handlers = {"mesh": self._meeting.arrive, "state": self._serve_state, "void": self._hear_void}
         self._listener = Listener(handlers, self.address[0])
         found = self._gathered((self.name, self._listener.address))
@@ -182,12 +183,14 @@ class Groups:
         steps = self._own_steps
         tag, digest = START, self._common_digest(steps.digest())
         self._member = Member(self, tag, digest, self._max_staleness, self._log)
-        found = self._read()
-        if len(set(of := self._gathered(None if found is None else (found["run"], tuple(found["tag"]))))) == 1:
-            if found is not None and of[0] is not None:
-                self.run, tag = found["run"], Tag(*found["tag"])
-                self._member.tag, self._member.digest = tag, self.heal(found["state"], keeps=False)
+        offers = self._gathered([] if self._disk is None else self._disk.saved())
+        for offer in [offer for offer in offers[0] if all(offer in of for of in offers)]:
+            state = None if self._disk is None else self._disk.load(Saved(*offer), steps.z.device)
+            if all(self._gathered(state is not None)):
+                self.run, tag = offer[0], Tag(*offer[1])
+                self._member.tag, self._member.digest = tag, self.heal(state, keeps=False)
                 self._log(f"begins with round {tag.round} from {self.folder}")
+                break
         outcome = self._drive(self._member.join())
         if outcome is Outcome.ALONE and self._link is None and self.place == 0:
             self._log(f"no coordinator at {self.address[0]}:{self.address[1]}: trains alone, and tries again")
@@ -212,6 +215,11 @@ class Groups:
 
     def close(self) -> None:
         self._drop_mesh()
+        if self._disk is not None and self._member is not None:
+            last = Saved(self.run, self.tag)
+            if self._disk.last != last and self.tag != START:
+                self._disk.save(last, self._own_steps.committed_state)
+            self._disk.wait()
         if self._link is not None:
             self._link.close()
         self._listener.close()
@@ -441,6 +449,7 @@ class Groups:
     # --- the numbers of all ranks of the group --------------------------------------------------------
 
     _in_commit = False  # z0 is newer than the tag
+    _saves = False  # all ranks have written the state before
 
     def prepare(self, round: int) -> None:
         self._own_steps.prepare(round)
@@ -465,36 +474,20 @@ class Groups:
         return self._changes(lambda: self._own_steps.heal(state, keeps))
 
     def _changes(self, change: Callable[[], int]) -> int:
+        if self._disk is not None:
+            self._disk.before_a_change()
         with self._own_steps.lock:
             self._in_commit = True
             own = change()
-        return self._common_digest(own)
+        found = self._gathered((own, self._disk is None or self._disk.is_idle))
+        self._saves = all(is_idle for _, is_idle in found)
+        return hash_of([digest for digest, _ in found])
 
     def committed(self, tag: Tag) -> None:
-        """The member has a new tag: other members may load the state, and it is kept on the disk."""
+        """The member has a new tag: other members may load the state, and it is saved unless the disk is slow."""
         self._in_commit = False
-        if self.folder is None:
-            return
-        content = {"run": self.run, "tag": list(tag), "state": self._own_steps.committed_state()}
-        data = pack(content)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(self._file, lambda file: file.writelines((MAGIC, sha256(data).digest(), data)))
-
-    @property
-    def _file(self) -> Path:
-        assert self.folder is not None
-        return self.folder / f"rank{self.place}.pt"
-
-    def _read(self) -> dict[str, Any] | None:
-        """The state on the disk of this rank."""
-        if self.folder is None or not self._file.exists():
-            return None
-        whole = self._file.read_bytes()
-        head, data = whole[: len(MAGIC) + 32], whole[len(MAGIC) + 32 :]
-        if head != MAGIC + sha256(data).digest():
-            self._log(f"{self._file} is damaged, and not used")
-            return None
-        return unpack(data, self._own_steps.z.device)
+        if self._disk is not None and self._saves:
+            self._disk.save(Saved(self.run, tag), self._own_steps.committed_state)
 
     # --- inside the group ---------------------------------------------------------------------------
 

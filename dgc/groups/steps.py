@@ -8,7 +8,6 @@ The exchange of a round is the one of `dgc.local`, over a transport between the 
 - With other members than before, the exchange is built again with the compressors' states by parameter name.
 """
 
-import io
 import warnings
 from collections.abc import Callable, Mapping
 from copy import deepcopy
@@ -305,20 +304,3 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 def _bytes(tensor: Tensor) -> Any:
     return as_bytes(tensor.detach().cpu().contiguous()).numpy() if tensor.numel() else b""
-
-
-def pack(content: Mapping[str, Any]) -> bytes:
-    """A state as bytes, which `unpack` reads without running code of it."""
-    buffer = io.BytesIO()
-    torch.save(dict(content), buffer)
-    return buffer.getvalue()
-
-
-def unpack(data: bytes | bytearray, device: torch.device) -> dict[str, Any]:
-    """The content of `pack`. Raises ValueError if it is damaged."""
-    try:
-        content = torch.load(io.BytesIO(data), map_location=device, weights_only=True)
-    except Exception as error:
-        raise ValueError(f"the state of a member is damaged: {error}") from error
-    check_mapping("the state of a member", content)
-    return dict(content)

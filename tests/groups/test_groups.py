@@ -243,6 +243,25 @@ def test_a_group_of_several_ranks_remembers_the_run(led: Post) -> None:
     assert found == [[expected] * 2] * 2
 
 
+def test_ranks_that_have_saved_other_rounds_begin_with_one_that_all_have(tmp_path: Path) -> None:
+    folder, told = tmp_path / "state", list[str]()
+    with post(tmp_path, quorum=1, grace=0.0, timeout=patient(2)) as led:
+
+        def group(steps: int) -> None:
+            options: Any = {"address": led.address, "group": 0, "folder": folder, "log": told.append}
+            LockstepWorld(2).run(partial(on_place, steps=steps, groups=True, **options))
+
+        group(2)
+        first = (folder / "rank1.pt").read_bytes()
+        group(2)
+        assert led.round == 2
+        (folder / "rank1.pt").write_bytes(first)  # it was killed before it had written round 2
+        (folder / "rank1.before.pt").unlink()
+        told.clear()
+        group(0)
+        assert any("begins with round 1 from" in text for text in told)
+
+
 def test_a_source_that_is_silent_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be stopped: its machine still takes connections."""
     with post(tmp_path, quorum=1, grace=0.0, timeout=patient(60)) as led:
@@ -315,10 +334,18 @@ def on_group(transport: Any, groups: Any) -> None:
     optimizer.close()
 
 
-def on_place(transport: Any, address: str, group: int, steps: int, groups: bool) -> torch.Tensor:
+def on_place(
+    transport: Any,
+    address: str,
+    group: int,
+    steps: int,
+    groups: bool,
+    folder: Path | None = None,
+    log: Callable[[str], None] = lambda text: None,
+) -> torch.Tensor:
     """A rank of a group of two. Without groups: of two machines of two ranks."""
     model = net()
-    own: Any = connect(address, name=f"g{group}", log=lambda text: None) if groups else None
+    own: Any = connect(address, folder, name=f"g{group}", log=log) if groups else None
     method = HierarchicalGossip(OuterSteps(2, outer=Nesterov(), compression=nets.top_k()))
     named = model.named_parameters()
     optimizer = LocalOptimizer(momentum(model), named, method, transport=transport, groups=own)
