@@ -45,7 +45,7 @@ from dgc.groups import Groups, connect
 from dgc.groups.member import Outcome
 from dgc.local import Nesterov, OuterSteps
 from dgc.optim import LocalOptimizer
-from dgc.units import human_bytes
+from dgc.units import human_bytes, plural
 from tools.docs.pictures import Axis, Picture, draw_axes
 
 TAKES = "3 min"
@@ -244,13 +244,13 @@ MARKS = {"kill": "red", "stop": "orange", "cut": "base"}  # classes of pictures.
 def draw(record: dict[str, Any], file: Path) -> None:
     """Loss of each group over time, and below it when each one was killed, stopped or cut off."""
     groups, faults = record["groups"], record["faults"]
-    points = {name: [(s / 60, loss) for s, loss, _ in of if loss > 0] for name, of in groups.items()}
+    points = {name: [(s / 60, loss) for s, loss, _ in of if s >= 0] for name, of in groups.items()}
     end = max(minutes for of in points.values() for minutes, _ in of)
     losses = [loss for of in points.values() for _, loss in of]
     decades = range(floor(log10(min(losses))), ceil(log10(max(losses))) + 1)
     counts = {kind: sum(fault["kind"] == kind for fault in faults) for kind in MARKS}
-    text = " and ".join(", ".join(f"{number} {kind}s" for kind, number in counts.items()).rsplit(", ", 1))
-    picture = Picture((f"Four groups of two ranks go on through {text}",), "loss, mean of each 5 s", 0)
+    text = " and ".join(", ".join(plural(number, kind) for kind, number in counts.items()).rsplit(", ", 1))
+    picture = Picture(("Four groups of two ranks train on", f"through {text}"), "loss, mean of each 5 s", 0)
     step = next(step for step in (1, 2, 5, 10, 30, 60) if end / step <= 8)
     ticks = [(at, f"{at:g}") for at in range(0, int(end) + 1, step)]
     heights = [(10.0**power, f"{10.0**power:g}") for power in decades]
