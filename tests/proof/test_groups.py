@@ -130,14 +130,14 @@ Rounds: TypeAlias = Mapping[int, Sequence[dict[str, Any]]]  # of each group
 def lost_seconds(every: Rounds, fault: Fault, end: float = inf) -> float:
     """What a fault, with the return of its group, costs another group at most: its long rounds, beyond the usual.
 
-    end: The begin of the next fault, by time.time().
+    end: The begin of the next fault, by time.time(). A round that ends later is counted there.
     """
-    worst, end = 0.0, min(end, fault.begin + fault.seconds + RETURN)
+    worst, limit = 0.0, fault.begin + fault.seconds + RETURN
     for number in every.keys() - {fault.group}:
         times = [line["time"] for line in every[number]]
         rounds = [(begin, after - begin) for begin, after in pairwise(times)]
         usual = median(seconds for _, seconds in rounds)
-        hit = [took for begin, took in rounds if begin < end and begin + took > fault.begin]
+        hit = [took for begin, took in rounds if begin < limit and fault.begin < begin + took <= end]
         worst = max(worst, sum(seconds - usual for seconds in hit if seconds > LONG * usual))
     return worst
 
