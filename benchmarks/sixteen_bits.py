@@ -12,6 +12,11 @@ two phases, random   the same with stochastic rounding
 
 The time of a step is the largest over the ranks, from a barrier to the end of backward. `error` is the L2 norm of
 the difference to the mean in fp64, divided by the norm of that mean.
+
+The last rows have the network alone, with the bytes of all parameters in 16 bits at one time: the all-reduce of
+torch's hook, the two rounds of ours, and Gloo's own all-to-all in place of the messages of `exchange_parts`.
+`wire` is the time that a host's link needs for the bytes: for 2 (N - 1) / N of them in an all-reduce, half of it
+in a round.
 """
 
 import argparse
@@ -26,10 +31,11 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks._harness import Table, in_turns, middle, options, print_json, ratio
-from benchmarks._laboratory import Laboratory
+from benchmarks._laboratory import Laboratory, parse_rate
 from benchmarks._launches import add_options, begin, connected, on_networks, run_ranks
 from benchmarks.ddp_step import Given, torch_bf16
 from dgc.comm import Transport, all_reduce
+from dgc.comm.torch_distributed import exchange_parts
 from dgc.compression import TwoPhaseCompressor
 from dgc.ddp import compress
 
@@ -42,6 +48,25 @@ def hooks(transport: Transport) -> dict[str, Callable[[DistributedDataParallel],
 
     found = {"no hook": lambda model: None, "torch, bf16": torch_bf16}
     return {**found, "two phases": own(), "two phases, random": own(random=True)}
+
+
+def rounds_of_network(numel: int, rank: int, size: int) -> dict[str, Callable[[], None]]:
+    """What waits for one collective over the default group of DDP."""
+    group: Any = dist.group.WORLD
+    halves = torch.zeros(-(-numel // size) * size, dtype=torch.bfloat16)
+    sent = halves.view(torch.uint8).view(size, -1)
+    arrived = torch.zeros_like(sent)
+
+    def all_to_all() -> None:
+        for message in exchange_parts(arrived.unbind(), sent.unbind(), group, tag=0):
+            message.wait()
+
+    return {
+        "all-reduce, bf16": lambda: dist.all_reduce(halves),
+        "all-to-all": all_to_all,
+        "all-to-all of Gloo": lambda: dist.all_to_all_single(arrived.view(-1), sent.view(-1)),
+        "all-gather": lambda: dist.all_gather_single(arrived.view(-1), sent[rank]),
+    }
 
 
 def work(settings: dict[str, Any]) -> dict[str, Any]:
@@ -70,13 +95,21 @@ def work(settings: dict[str, Any]) -> dict[str, Any]:
         found: list[Tensor] = [p.grad.double().flatten() for p in model.parameters() if p.grad is not None]
         return float((torch.cat(found) - exact).norm() / exact.norm())
 
-    works = {name: partial(once, model) for name, model in models.items()}
+    def once_alone(collective: Callable[[], None], number: int) -> float:
+        dist.barrier()
+        start = time.perf_counter()
+        collective()
+        return 1e3 * (time.perf_counter() - start)
+
+    works: dict[str, Callable[[int], float]] = {name: partial(once, model) for name, model in models.items()}
+    for name, collective in rounds_of_network(exact.numel(), transport.rank, transport.size).items():
+        works[name] = partial(once_alone, collective)
     found = in_turns(works, settings["repeats"], settings["warmup"])
     own = torch.tensor([list(of.values()) for of in found.values()], dtype=torch.float64)
     slowest = all_reduce(transport, own, "max").tolist()
     errors = {name: error(model) for name, model in models.items()}
     dist.destroy_process_group()
-    return {"ms": dict(zip(found, slowest, strict=True)), "error": errors}
+    return {"ms": dict(zip(found, slowest, strict=True)), "error": errors, "numel": exact.numel()}
 
 
 def measure_all(args: argparse.Namespace, ranks: int, laboratory: Laboratory | None) -> Any:
@@ -87,12 +120,19 @@ def report(args: argparse.Namespace, ranks: int, found: dict[str, Any], network:
     """Print a table and a line of JSON."""
     where = "this machine" if network is None else f"{network['hosts']} hosts, {network['rate']}"
     print(f"{ranks} ranks, 1 thread each, {where}, {args.repeats} repeats; torch {torch.__version__}")
-    columns = [("ms", "median ms", "11.1f"), ("least", "least", "9.1f"), ("ratio", "/ torch, bf16", "15.2f")]
-    table = Table("16 bits", 20, [*columns, ("error", "error", "11.2e")])
+    columns = [("ms", "median ms", "11.1f"), ("least", "least", "9.1f"), ("wire", "wire", "9.1f")]
+    columns += [("ratio", "/ torch, bf16", "15.2f"), ("error", "error", "11.2e")]
+    table = Table("16 bits", 20, columns)
     rows = {name: dict(enumerate(times)) for name, times in found["ms"].items()}
     for name, row in rows.items():
-        against = {"least": min(row.values()), "ratio": ratio(row, rows["torch, bf16"])}
-        table.add(name, {"ms": middle(row), **against, "error": found["error"][name]})
+        numbers = {"ms": middle(row), "least": min(row.values())}
+        if network is not None:
+            bytes_of_round = 2 * found["numel"] * args.ranks_per_host * (ranks - 1) / ranks
+            rounds = 1 if name.startswith(("all-to-all", "all-gather")) else 4 if name == "no hook" else 2
+            numbers["wire"] = 8e3 * rounds * bytes_of_round / parse_rate(network["rate"])
+        if name in found["error"]:
+            numbers |= {"ratio": ratio(row, rows["torch, bf16"]), "error": found["error"][name]}
+        table.add(name, numbers)
     print_json({"benchmark": "sixteen_bits", "ranks": ranks, "network": network, "methods": table.rows})
 
 
