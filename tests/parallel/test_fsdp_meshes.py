@@ -67,11 +67,13 @@ HSDP: list[tuple[str, Loop, int]] = [
 ]
 
 
-def check_equal(transport: Any, make: Callable[[str], Any], name: str, loop: Loop, steps: int) -> None:
-    """With the dense compressor, and after it has been closed."""
+def check_equal(
+    transport: Any, make: Callable[[str], Any], name: str, loop: Loop, steps: int, later: int = 0
+) -> None:
+    """With the dense compressor, and in later steps, after it has been closed."""
     native, model = make(name), make(name)
     exchange = compress(model, methods.DenseCompressor())
-    inputs, optimizers = batches(steps + 4, transport.rank), [sgd(native), sgd(model)]
+    inputs, optimizers = batches(steps + later, transport.rank), [sgd(native), sgd(model)]
     for part in (inputs[:steps], inputs[steps:]):
         for own, optimizer in zip((native, model), optimizers, strict=True):
             loop(own, optimizer, part)
@@ -83,14 +85,14 @@ def check_equal(transport: Any, make: Callable[[str], Any], name: str, loop: Loo
 def test_a_dense_exchange_between_replicas_equals_hsdp_bit_for_bit(transport: Any) -> None:
     for name, loop, steps in HSDP:
         with case(name, loop):
-            check_equal(transport, of_hsdp, name, loop, steps)
+            check_equal(transport, of_hsdp, name, loop, steps, later=4 if steps == 20 else 0)
 
 
 @on_two_ranks
 def test_a_dense_exchange_equals_replicate_bit_for_bit(transport: Any) -> None:
     for name, loop, steps in (("plain", train, 20), ("sums", train, 4), ("plain", NO_ALL_REDUCE, 8)):
         with case(name, loop):
-            check_equal(transport, replicated, name, loop, steps)
+            check_equal(transport, replicated, name, loop, steps, later=4)
 
 
 def divided_by_tensor_parallelism(_: str) -> Any:
@@ -106,7 +108,7 @@ def divided_by_tensor_parallelism(_: str) -> Any:
 
 @on_ranks
 def test_a_dense_exchange_of_parts_of_matrices_equals_hsdp_bit_for_bit(transport: Any) -> None:
-    check_equal(transport, divided_by_tensor_parallelism, "plain", train, 20)
+    check_equal(transport, divided_by_tensor_parallelism, "plain", train, 10, later=4)
 
 
 METHODS: dict[str, Callable[[], Any]] = {
@@ -187,10 +189,11 @@ KINDS: list[tuple[str, Any]] = [
 ]
 
 
+@pytest.mark.parametrize("steps", [6, pytest.param(20, marks=pytest.mark.proof)])
 @on_ranks
-def test_experts_on_a_mesh_of_their_own_are_trained_as_without_us(transport: Any) -> None:
+def test_experts_on_a_mesh_of_their_own_are_trained_as_without_us(transport: Any, steps: int) -> None:
     """Bit for bit, with None and with the dense compressor."""
-    inputs = batches(20, transport.rank)
+    inputs = batches(steps, transport.rank)
     native = {kind: mixture(kind) for kind in ("sharded", "replicas", "mixed")}
     for model in native.values():
         train(model, sgd(model), inputs)
@@ -437,29 +440,42 @@ CONTINUED: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CONTINUED)
+class Continued:
+    """A run of a case, with what a checkpoint of it has."""
+
+    def __init__(self, name: str):
+        build_model, compression = CONTINUED[name]
+        self.model = build_model()
+        self.exchange, self.optimizer = compression(self.model), dgc_sgd(self.model)
+
+    def state(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer, "exchange": self.exchange.state_dict()}
+
+    def load(self, state: Any) -> None:
+        parts: dict[str, Any] = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+        set_state_dict(self.model, self.optimizer, **parts)
+        self.exchange.load_state_dict(state["exchange"])
+
+    def end(self, inputs: list[Tensor]) -> list[Tensor]:
+        train(self.model, self.optimizer, inputs)
+        self.exchange.close()
+        return parts(self.model)
+
+
 @on_ranks
-def test_a_loaded_run_continues_bit_for_bit(transport: Any, tmp_path: Path, name: str) -> None:
-    build_model, compression = CONTINUED[name]
-
-    def start() -> tuple[Any, Any, Any]:
-        model = build_model()
-        return model, dgc_sgd(model), compression(model)
-
+def test_a_loaded_run_continues_bit_for_bit(transport: Any, tmp_path: Path) -> None:
+    """All of them in one checkpoint, since most of the time goes into files."""
     inputs = batches(6, transport.rank)
-    model, optimizer, exchange = start()
-    train(model, optimizer, inputs[:3])
-    weights, state = get_state_dict(model, optimizer)
-    saved = {"model": weights, "optimizer": state, "exchange": exchange.state_dict()}
-    checkpoint.save(saved, checkpoint_id=tmp_path)
-    train(model, optimizer, inputs[3:])
-    exchange.close()
-    model_again, optimizer, exchange = start()
-    weights, state = get_state_dict(model_again, optimizer)
-    loaded: Any = {"model": weights, "optimizer": state, "exchange": exchange.state_dict()}
+    runs = {name: Continued(name) for name in CONTINUED}
+    for run in runs.values():
+        train(run.model, run.optimizer, inputs[:3])
+    checkpoint.save({name: run.state() for name, run in runs.items()}, checkpoint_id=tmp_path)
+    ends = {name: run.end(inputs[3:]) for name, run in runs.items()}
+    runs = {name: Continued(name) for name in CONTINUED}
+    loaded: Any = {name: run.state() for name, run in runs.items()}
     checkpoint.load(loaded, checkpoint_id=tmp_path)
-    set_state_dict(model_again, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
-    exchange.load_state_dict(loaded["exchange"])
-    train(model_again, optimizer, inputs[3:])
-    exchange.close()
-    assert all(map(torch.equal, parts(model_again), parts(model)))
+    for name, run in runs.items():
+        with case(name):
+            run.load(loaded[name])
+            assert all(map(torch.equal, run.end(inputs[3:]), ends[name]))

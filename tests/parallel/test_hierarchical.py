@@ -37,8 +37,8 @@ def train(transport: Any, method: str, hierarchical: str = "auto", through: str 
     # some shares of a machine's ranks have no matrix, or nothing
     options: Any = {"bucket_mb": 0.002, "nonfinite": "raise", "hierarchical": hierarchical}
     trainer, message = Trainer(transport, METHODS[method](), through, **options), ""
-    for step in range(8):
-        factor = float("inf") if (step, transport.rank) == (5, 3) else 1.0
+    for step in range(5):
+        factor = float("inf") if (step, transport.rank) == (3, 3) else 1.0
         message += told(partial(trainer.step, step, factor), methods.NonFiniteGradientError)
     return trainer.exchange, message, trainer.weights
 

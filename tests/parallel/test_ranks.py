@@ -325,7 +325,7 @@ def check_backends(transport: Any, steps: int, hidden: int, *modes: str) -> str:
 
 @each_rank_of(TWO)
 def test_each_rank_may_have_a_backend_of_its_own(transport: Any) -> str:
-    return check_backends(transport, 70, 300, "native", "mixed", "reference")
+    return check_backends(transport, 25, 300, "native", "mixed", "reference")
 
 
 @each_rank_of(*PROOFS_OF_MPIRUN)
