@@ -3,6 +3,8 @@
 `kernels.graphs.Recording` takes the place of torch.cuda.CUDAGraph.
 """
 
+import copy
+from functools import cache
 from typing import Any
 from unittest.mock import Mock
 
@@ -78,7 +80,39 @@ def test_every_second_step_launches_the_same(name: str) -> None:
     assert steps[3] == steps[5] and steps[4] == steps[6] and len(steps[3]) > 2
 
 
-def check_steps(name: str, numbers: Any, ours: Rank, theirs: Rank, **how: Any) -> None:
+class WithoutGraphs:
+    """The steps of a rank without graphs, which the tests of one method share: each is run once."""
+
+    def __init__(self, name: str, numbers: tuple[int, ...]) -> None:
+        self._rank, self._numbers = Rank(METHODS[name](), False), numbers
+        self._found: list[tuple[list[Tensor], Any]] = []  # by step: its result, and the state after it
+        self._next = 0
+
+    def begin(self) -> "WithoutGraphs":
+        self._next = 0
+        return self
+
+    def run(self, number: int) -> list[Tensor]:
+        assert number == self._numbers[self._next]
+        self._next += 1
+        if self._next > len(self._found):
+            result = [tensor.clone() for tensor in self._rank.run(number)]
+            self._found.append((result, copy.deepcopy(self._rank.states.state_dict())))
+        return self._found[self._next - 1][0]
+
+    def state_dict(self) -> Any:
+        return self._found[self._next - 1][1]
+
+
+DROPPING, PLAIN = (1, 2, 3, 4, 5, 6, -7, -8, 9, 10, 11, 12), tuple(range(1, 14))
+_kept = cache(WithoutGraphs)
+
+
+def without_graphs(name: str, numbers: tuple[int, ...] = PLAIN) -> WithoutGraphs:
+    return _kept(name, numbers).begin()
+
+
+def check_steps(name: str, numbers: Any, ours: Rank, theirs: Rank | WithoutGraphs, **how: Any) -> None:
     """The steps of these numbers have the same bits with graphs and without."""
     for number in numbers:
         found, expected = ours.run(number, **how), theirs.run(number)
@@ -90,12 +124,12 @@ def check_steps(name: str, numbers: Any, ours: Rank, theirs: Rank, **how: Any) -
 )
 def test_replays_have_the_bits_of_steps_without_graphs(recorded: Any, name: str, replies_move: bool) -> None:
     """Also after steps that were dropped, which may run without a graph."""
-    ours, theirs = (Rank(METHODS[name](), has_graphs) for has_graphs in (True, False))
+    ours, theirs = Rank(METHODS[name](), True), without_graphs(name, DROPPING)
     ours.replies_move = replies_move
-    check_steps(name, (1, 2, 3, 4, 5, 6, -7, -8, 9, 10, 11, 12), ours, theirs)
+    check_steps(name, DROPPING, ours, theirs)
     assert ours.graphs is not None and ours.graphs.captures == 1
     assert all(graph.replays >= 2 for graph in recorded)
-    assert_alike(ours.states.state_dict(), theirs.states.state_dict())
+    assert_alike(ours.states.state_dict(), theirs.state_dict())
 
 
 def assert_alike(found: Any, expected: Any) -> None:
@@ -148,7 +182,7 @@ def test_replies_are_received_where_the_graph_reads_them(recorded: Any, name: st
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_gradients_at_other_addresses_make_other_graphs(recorded: Any, name: str) -> None:
-    ours, theirs = (Rank(METHODS[name](), has_graphs) for has_graphs in (True, False))
+    ours, theirs = Rank(METHODS[name](), True), without_graphs(name)
     check_steps(name, range(1, 8), ours, theirs)
     before = [graph.replays for graph in recorded]
     ours.gradient = torch.empty_like(ours.gradient)
@@ -273,7 +307,7 @@ def test_a_step_that_cannot_be_recorded_runs_as_it_is_with_one_warning(
     recorded: Any, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
     """Whichever of its graphs fails: nothing of a step is done while it is recorded."""
-    ours, theirs = (Rank(METHODS["DGC"](), has_graphs) for has_graphs in (True, False))
+    ours, theirs = Rank(METHODS["DGC"](), True), without_graphs("DGC")
     check_steps("DGC", range(1, 5), ours, theirs)
     begin, error = torch.cuda.graph, RuntimeError("operation not permitted when stream is capturing")
     after = Mock(side_effect=[*[False] * at, *[True] * 99])
@@ -288,7 +322,7 @@ def test_a_step_that_cannot_be_recorded_runs_as_it_is_with_one_warning(
     with pytest.warns(UserWarning, match=expected):
         check_steps("DGC", [5], ours, theirs)
     check_steps("DGC", range(6, 12), ours, theirs)
-    assert_alike(ours.states.state_dict(), theirs.states.state_dict())
+    assert_alike(ours.states.state_dict(), theirs.state_dict())
 
 
 class OtherSeeds(QSGDCompressor):
