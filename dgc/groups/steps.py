@@ -58,8 +58,18 @@ class GroupSteps(OuterSteps):
         if type(steps) is not OuterSteps:
             raise ValueError(f"groups need a new dgc.local.OuterSteps, not {type(steps).__name__}")
         vars(self).update(vars(steps))
-        if self.base is not None or self.delay or self.alpha:
-            raise ValueError("groups exchange without base, delay and alpha: leave them out")
+        if self.base is not None:
+            raise ValueError(
+                "groups come and go, and gossip between exchanges needs ranks that stay: leave base out"
+            )
+        if self.delay:
+            raise ValueError(
+                "a group waits until all of a round have its means, so training cannot go on: use delay=0"
+            )
+        if self.alpha:
+            raise ValueError(
+                "alpha keeps steps that a round has counted, and the next one would count them again: use alpha=0"
+            )
         self.groups, self.lock = groups, RLock()
         self._has_begun = self.is_fresh = False
         self._before: dict[str, Any] = {}  # the compressors' states before an exchange
