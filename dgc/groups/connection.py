@@ -68,7 +68,7 @@ from dgc.local.steps import OuterSteps
 from dgc.units import human_bytes
 
 CONNECT_TIME = 2.0  # seconds that an outer step waits for a coordinator that does not answer
-BEAT, LOST = 0.5, 5.0  # seconds between two signs of this group; of silence of the coordinator, or of a source
+BEAT, LOST = 0.25, 5.0  # seconds between two signs of this group; of silence of the coordinator, or of a source
 LAST = 2**63  # above all attempts
 ALIKE = 3  # tries to load one state on all ranks of a group
 

@@ -33,7 +33,7 @@ from benchmarks._laboratory import LINK, Laboratory, address
 MINUTES = float(os.environ.get("MINUTES", "30"))
 EVERY = 30.0  # seconds between two faults, on average
 GROUPS, RANKS, PORT = 4, 2, 29444
-GRACE, TIMEOUT, LOST = patient(2), patient(20), patient(0.75)
+GRACE, TIMEOUT, LOST = patient(2), patient(20), patient(0.6)
 RETURN = 15.0  # seconds in which a group is back after a fault
 LONG = 3.0  # times the usual seconds of a round, above which the rest is lost
 BIN = 5.0  # seconds of a point of RECORD
