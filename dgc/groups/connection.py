@@ -474,14 +474,18 @@ class Groups:
         return self._changes(lambda: self._own_steps.heal(state, keeps))
 
     def _changes(self, change: Callable[[], int]) -> int:
-        if self._disk is not None:
-            self._disk.before_a_change()
+        self.before_a_change()
         with self._own_steps.lock:
             self._in_commit = True
             own = change()
         found = self._gathered((own, self._disk is None or self._disk.is_idle))
         self._saves = all(is_idle for _, is_idle in found)
         return hash_of([digest for digest, _ in found])
+
+    def before_a_change(self) -> None:
+        """Wait until the state that goes to the disk is copied."""
+        if self._disk is not None:
+            self._disk.before_a_change()
 
     def committed(self, tag: Tag) -> None:
         """The member has a new tag: other members may load the state, and it is saved unless the disk is slow."""

@@ -40,6 +40,7 @@ class Leads(Protocol):
     def begin(self, steps: "GroupSteps", inside: Transport, settings: str) -> None: ...
     def join(self) -> None: ...
     def outer_step(self) -> None: ...
+    def before_a_change(self) -> None: ...
     def close(self) -> None: ...
     def metrics(self) -> dict[str, float]: ...
 
@@ -299,13 +300,15 @@ class GroupSteps(OuterSteps):
 
     def _load(self, state: Mapping[str, Any]) -> None:
         """Load a checkpoint. The progress in it may have been exchanged since: the group begins from z0."""
-        super()._load(state)
-        self.exchange.flight = None
-        self._build(self._alone, self._without_errors(self._compression()))
-        for fragment in self.fragments:
-            fragment.merge(0.0)
-        self.model.scatter()
-        self._has_begun = False
+        self.groups.before_a_change()
+        with self.lock:
+            super()._load(state)
+            self.exchange.flight = None
+            self._build(self._alone, self._without_errors(self._compression()))
+            for fragment in self.fragments:
+                fragment.merge(0.0)
+            self.model.scatter()
+            self._has_begun = False
 
 
 def _on_host(tensor: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Groups that meet over real connections: as local steps without faults, and with groups that come, go and lag."""
 
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from optim.nets import loss_of, net
 from dgc.comm.lockstep import LockstepWorld
 from dgc.gossip import SGP, HierarchicalGossip
 from dgc.groups import connect, connection
+from dgc.groups.steps import GroupSteps
 from dgc.local import Nesterov, OuterSteps, Ramp, SlowMo
 from dgc.optim import LocalOptimizer
 
@@ -211,6 +213,35 @@ def test_a_checkpoint_continues_from_the_common_model_and_without_a_residual(led
     assert len(digests(every[1], again)) == 1 and torch.equal(again.z, z0(every[1]))
     assert not any(bool(error.any()) for error in again.method.errors())
     close(every[1], again)
+
+
+def test_a_checkpoint_is_loaded_when_the_state_for_the_disk_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies, done, take = threading.Event(), threading.Event(), GroupSteps.committed_state
+
+    def slowly(steps: GroupSteps) -> dict[str, Any]:
+        copies.wait(patient(10))
+        return take(steps)
+
+    with post(tmp_path, quorum=1) as led:
+        site = Site(led.address, 0, METHODS["diloco"](), folder=tmp_path / "0")
+        site.steps(2)
+        state = site.own.compression_state_dict()
+        monkeypatch.setattr(GroupSteps, "committed_state", slowly)
+        site.steps(2)
+
+        def load() -> None:
+            site.own.load_compression_state_dict(state)
+            done.set()
+
+        loads = threading.Thread(target=load)
+        loads.start()
+        assert not done.wait(0.1)
+        copies.set()
+        assert done.wait(patient(5))
+        loads.join()
+        close(site)
 
 
 def test_bytes_of_rounds_are_counted(led: Post) -> None:
