@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks._harness import Table, in_turns, middle, options, print_json, ratio
+from benchmarks._harness import Table, in_turns, middle, options, print_json, ratio, to_json
 from benchmarks._laboratory import Laboratory, address
 from benchmarks._launches import add_options, begin, connected, on_networks, run_ranks
 from dgc.comm import Transport, all_gather_object, barrier
@@ -166,7 +166,7 @@ def joined(own: Worker, settings: dict[str, Any], transport: Transport, at: str)
         own.short_window()
     process = None
     if transport.rank == 0:
-        words = [sys.executable, "-m", "benchmarks.groups", LATE, json.dumps({**settings, "address": at})]
+        words = [sys.executable, "-m", "benchmarks.groups", LATE, to_json({**settings, "address": at})]
         process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     while max(all_gather_object(transport, len(own.groups.members))) <= transport.size:
         own.short_window()
@@ -187,7 +187,7 @@ def join_late(settings: dict[str, Any]) -> None:
     assert groups.healed is not None and groups.outcomes[Outcome.COMMITTED] == 1, groups.outcomes
     nbytes, seconds = groups.healed
     told = {"healed": at, "bytes": nbytes, "seconds": seconds, "took_part": own.round}
-    print(json.dumps({**told, "seconds_to_round": time.perf_counter() - start, "members": len(groups.members)}))
+    print_json({**told, "seconds_to_round": time.perf_counter() - start, "members": len(groups.members)})
     own.optimizer.close()
 
 

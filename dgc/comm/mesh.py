@@ -137,7 +137,8 @@ def send_stream(connection: socket.socket, data: bytes) -> None:
     for first in range(0, len(view), CHUNK_BYTES):
         part = view[first : first + CHUNK_BYTES]
         connection.sendall(CHUNK.pack(len(part), digest_of(part)))
-        connection.sendall(part)
+        while part:  # the time limit of `sendall` is for all of it, and a link may be slow
+            part = part[connection.send(part) :]
 
 
 def receive_stream(connection: socket.socket, length: int, progress: Callable[[int], None]) -> bytearray:

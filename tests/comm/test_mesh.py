@@ -16,6 +16,7 @@ from environment import patient
 from dgc.comm.lines import LineClient, LineServer
 from dgc.comm.lockstep import execute
 from dgc.comm.mesh import (
+    CHUNK_BYTES,
     Listener,
     Meeting,
     MeshError,
@@ -187,6 +188,10 @@ def test_a_changed_part_of_a_stream_is_found(place: int) -> None:
         def sendall(self, data: Any) -> None:
             self.sent += data
 
+        def send(self, data: Any) -> int:
+            self.sent += data
+            return len(data)
+
     one, other = socket.socketpair()
     data, changing = bytes(range(256)) * 10, Changes(one)
     send_stream(changing, data)  # type: ignore[arg-type]
@@ -198,6 +203,29 @@ def test_a_changed_part_of_a_stream_is_found(place: int) -> None:
     with pytest.raises(ConnectionError):
         receive_stream(other, len(data), lambda _: None)
     other.close()
+
+
+def test_a_slow_link_is_not_taken_for_a_silent_one() -> None:
+    """A part of a stream takes longer than the time limit of the connection, and no piece of it does."""
+    one, other = socket.socketpair()
+    limit, data = patient(0.5), bytes(range(256)) * (CHUNK_BYTES // 256)
+    one.settimeout(limit)
+    found = bytearray()
+
+    def read_slowly() -> None:
+        while piece := other.recv(CHUNK_BYTES // 16):
+            found.extend(piece)
+            time.sleep(limit / 6)
+
+    reads = threading.Thread(target=read_slowly)
+    reads.start()
+    try:
+        send_stream(one, data)
+    finally:
+        one.close()
+        reads.join()
+        other.close()
+    assert found[8:] == data
 
 
 def test_first_lines_are_json() -> None:
