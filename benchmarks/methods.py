@@ -58,7 +58,7 @@ from dgc.engine.buckets import keep_states, plan_buckets
 from dgc.kernels.library import ISAS, choose_isa
 from dgc_models import resnet18, transformer_big
 from dgc_training.config import load
-from scripts.methods import build
+from scripts.methods import COMPRESSORS, build
 
 TAKES = "8 min"
 CODES = """
@@ -70,7 +70,7 @@ SPARSE = """
 """.split()
 POWERSGD = ["powersgd-1", "powersgd-2", "powersgd-4"]
 DEFAULT = [*CODES, *SPARSE, *POWERSGD]
-NAMES = [*DEFAULT, "dense", *(f"{name}-paper" for name in POWERSGD)]
+NAMES = [*DEFAULT, *(name for name in COMPRESSORS if name not in DEFAULT)]
 MODELS = ("resnet18", "lstm", "resnet50", "transformer-big")
 MILLION = 10**6
 BUCKET_MB = 25.0

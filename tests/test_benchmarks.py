@@ -183,7 +183,8 @@ def test_a_counted_step_is_a_step(name: str) -> None:
     passes, sent = counts.row()["passes"], counts.row()["sent"]
     assert sent == 1 if name in ("exact", "predicted", "radix") else 0 < sent <= 1
     assert passes == {"exact": 1, "predicted": 0, "radix": 5}.get(name, passes)
-    assert (passes > 0) == (name != "predicted")
+    # kernels alone are counted, and a selector in plain PyTorch calls none
+    assert passes > 0 or name not in ("sampled", "trimmed", "laplace")
 
 
 def test_made_gradients_have_the_recorded_moments() -> None:

@@ -340,7 +340,7 @@ class MeshTransport(GroupedTransport):
                 parts = tensor.split(list(splits))
                 return {other: parts[other] for other in others}
             case Broadcast(tensor, root):
-                return dict.fromkeys(others, tensor) if root == self.rank else {}
+                return dict.fromkeys(others, tensor) if self.members(request.group)[root] == self.rank else {}
             case Exchange(sends):
                 return {other: part for other, part in sends.items() if other != self.rank}
             case _:
@@ -375,7 +375,8 @@ class MeshTransport(GroupedTransport):
             case AllGather() | AllReduce() | ReduceScatter() | AllToAll():
                 return others
             case Broadcast(_, root):
-                return [] if root == self.rank else [root]
+                sender = self.members(request.group)[root]
+                return [] if sender == self.rank else [sender]
             case Exchange(_, receives):
                 return [other for other in receives if other != self.rank]
             case _:
@@ -441,7 +442,7 @@ class MeshTransport(GroupedTransport):
                     for rank, number in zip(ranks, request.expected, strict=True)
                 )
             case Broadcast(tensor, root):
-                return taken(root, tensor)
+                return taken(ranks[root], tensor)
             case Exchange(sends, receives):
                 for other, buffer in receives.items():
                     buffer.copy_(sends[other] if other == self.rank else taken(other, buffer))

@@ -105,6 +105,16 @@ def test_replies_have_the_bits_of_simulated_ranks(size: int) -> None:
         mesh.close()
 
 
+def test_the_root_of_a_broadcast_is_a_rank_of_its_group() -> None:
+    """Each of these ranks is alone in its group."""
+    every = meshes(2)
+    for mesh in every:
+        (reply,) = mesh.wait(mesh.launch("x", [Broadcast(numbers(mesh.rank, 3), 0, "local")]))
+        assert torch.equal(reply, numbers(mesh.rank, 3))
+    for mesh in every:
+        mesh.close()
+
+
 def test_any_thread_can_end_a_wait() -> None:
     one, other = meshes(2)
     threading.Timer(0.2, one.close).start()
