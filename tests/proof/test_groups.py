@@ -127,17 +127,24 @@ class Fault:
 Rounds: TypeAlias = Mapping[int, Sequence[dict[str, Any]]]  # of each group
 
 
-def lost_seconds(every: Rounds, fault: Fault, end: float = inf) -> float:
+def lost_seconds(every: Rounds, faults: Sequence[Fault], number: int = -1) -> float:
     """What a fault, with the return of its group, costs another group at most: its long rounds, beyond the usual.
 
-    end: The begin of the next fault, by time.time(). A round that ends later is counted there.
+    A round that ends after the next fault is counted there. One in which a group was itself away is not counted.
     """
+    fault, *later = faults[number:]
+    end = later[0].begin if later else inf
     worst, limit = 0.0, fault.begin + fault.seconds + RETURN
-    for number in every.keys() - {fault.group}:
-        times = [line["time"] for line in every[number]]
-        rounds = [(begin, after - begin) for begin, after in pairwise(times)]
-        usual = median(seconds for _, seconds in rounds)
-        hit = [took for begin, took in rounds if begin < limit and fault.begin < begin + took <= end]
+    for group in every.keys() - {fault.group}:
+        rounds = list(pairwise(line["time"] for line in every[group]))
+        usual = median(after - begin for begin, after in rounds)
+        away = [(own.begin, own.begin + own.seconds + RETURN) for own in faults if own.group == group]
+        hit = [
+            after - begin
+            for begin, after in rounds
+            if begin < limit and fault.begin < after <= end
+            if not any(begin < back and gone < after for gone, back in away)
+        ]
         worst = max(worst, sum(seconds - usual for seconds in hit if seconds > LONG * usual))
     return worst
 
@@ -192,7 +199,7 @@ def test_groups_go_on_through_kills_stops_and_cuts(tmp_path: Path) -> None:
                 time.sleep(draw.expovariate(1 / (EVERY / 2)))
                 faults.append(fault := run.fault(draw))
                 time.sleep(1)
-                lost = lost_seconds(run.rounds(), fault)
+                lost = lost_seconds(run.rounds(), faults)
                 print(f"{fault.kind} group {fault.group} for {fault.seconds:.1f} s: {lost:.1f} s lost so far")
             until_round(list(run.now.values()), members=GROUPS)
             assert all(process.is_alive for process in run.now.values())
@@ -208,8 +215,7 @@ def test_groups_go_on_through_kills_stops_and_cuts(tmp_path: Path) -> None:
     longest = max(line["longest"] for lines in every.values() for line in lines)
     healed = [line["healed"] for lines in every.values() for line in lines if line["healed"]]
     losses = [mean(line["loss"] for lines in every.values() for line in of(lines)) for of in (first, last)]
-    ends = [*(fault.begin for fault in faults[1:]), inf]
-    lost_by = [(fault.kind, lost_seconds(every, fault, end)) for fault, end in zip(faults, ends, strict=True)]
+    lost_by = [(fault.kind, lost_seconds(every, faults, number)) for number, fault in enumerate(faults)]
     print(f"{MINUTES:g} minutes, {len(faults)} faults, {rounds} rounds with equal bits, ", end="")
     print(f"loss {losses[0]:.3g} -> {losses[1]:.3g}, longest outer step {longest:.1f} s of {GRACE + TIMEOUT:g} s")
     for kind in KINDS:
