@@ -8,8 +8,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from dgc.comm.torch_distributed import exchange_parts
 from dgc.optim.owners import Layout, sharded
 
+TAG = 1 << 24  # of messages on a CPU: beside those of dgc.fsdp, which may use the same process group
 _groups: dict[tuple[DeviceMesh, tuple[int, ...]], Any] = {}  # process groups over several dimensions of a mesh
 
 
@@ -27,8 +29,13 @@ class MeshRanks:
 
     def all_to_all(self, own: Tensor, splits: Sequence[int], receives: Sequence[int]) -> Sequence[Tensor]:
         received = own.new_empty(sum(receives))
-        dist.all_to_all_single(received, own, list(receives), list(splits), group=self._group)
-        return received.split(list(receives))
+        parts = received.split(list(receives))
+        if own.is_cpu:
+            for message in exchange_parts(parts, own.split(list(splits)), self._group, TAG):
+                message.wait()
+        else:
+            dist.all_to_all_single(received, own, list(receives), list(splits), group=self._group)
+        return parts
 
 
 def _group_of(mesh: DeviceMesh, dims: tuple[int, ...]) -> Any:
