@@ -62,6 +62,9 @@ class Alone:
     def outer_step(self) -> None:
         pass
 
+    def before_a_change(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
