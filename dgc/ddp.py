@@ -28,15 +28,15 @@ from dgc.engine.buckets import PlannedBucket
 from dgc.engine.exchange import ExchangeSettings, GradientExchange, plan_gradients
 from dgc.engine.momentum import compressors_of, warn_of_unsuited
 from dgc.engine.options import (
+    Layouts,
     SharesSteps,
-    check_not_converted,
     check_not_wrapped,
     check_transport,
     claim,
     ddp_of,
     unwrapped,
 )
-from dgc.engine.steps import AwaitedStep, before_steps
+from dgc.engine.steps import AwaitedStep, ParametersOf, before_steps
 from dgc.versions import TorchRange
 
 # The private and young names that this file reads of torch. Others may be absent: a version without the options
@@ -235,6 +235,7 @@ class DDPExchange(GradientExchange):
         model._comm_hooks = NoCopies(model._comm_hooks)
         claim(self._slots, model, "DDP")
         self._awaited_step = AwaitedStep(self._slots, self._first_step if optimizer is None else None)
+        self._layouts = Layouts(self.planned)
         self._told = {  # parameters of whose gradients the optimizer was told what they are
             p
             for plan in self.planned
@@ -243,6 +244,7 @@ class DDPExchange(GradientExchange):
         }
         self._is_alone = False  # whether another DDP was looked for
         self._others: MutableMapping[Tensor, bool] = WeakIdKeyDictionary()  # of other models, or not exchanged
+        self._known_of = ParametersOf(self._look_at)
         before_steps(self._check_step)
 
     @property
@@ -256,7 +258,23 @@ class DDPExchange(GradientExchange):
             RuntimeError: DistributedDataParallel does not call the hook with them, or another optimizer was told
                 how the compression applies momentum.
         """
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        has_own, is_told = self._known_of(optimizer)
+        if not has_own:
+            return
+        self._layouts.check()
+        if is_told and optimizer is not self._stepped:
+            raise RuntimeError(
+                f"this {type(optimizer).__name__} is not the optimizer that compress was given, to which it has "
+                "said how the compression applies momentum: step that one, and not a copy"
+            )
+
+    def _look_at(self, parameters: list[Tensor]) -> tuple[bool, bool]:
+        """Return whether some parameters of an optimizer are averaged here, and whether an optimizer was told of
+        their momentum.
+
+        Raises:
+            RuntimeError: One belongs to the model, and DistributedDataParallel does not average it.
+        """
         unknown = [p for p in parameters if p not in self._slots and p not in self._others]
         if unknown and (model := self._model()) is not None:
             own = {p: name for name, p in model.module.named_parameters() if name not in self._ignored}
@@ -267,14 +285,7 @@ class DDPExchange(GradientExchange):
                         "no gradient of it: build DistributedDataParallel and compress after it"
                     )
             self._others.update(dict.fromkeys(unknown, True))
-        if not any(p in self._slots for p in parameters):
-            return
-        check_not_converted(self.planned)
-        if optimizer is not self._stepped and any(p in self._told for p in parameters):
-            raise RuntimeError(
-                f"this {type(optimizer).__name__} is not the optimizer that compress was given, to which it has "
-                "said how the compression applies momentum: step that one, and not a copy"
-            )
+        return any(p in self._slots for p in parameters), any(p in self._told for p in parameters)
 
     def _first_step(self, optimizer: Optimizer) -> None:
         """Warn of compressors that do not suit an optimizer which `compress` was not given."""

@@ -1,6 +1,6 @@
 """Execution of one conversation: the generator of an algorithm, driven with a transport and a meter."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from math import inf
 from time import perf_counter
@@ -16,6 +16,8 @@ from dgc.comm.transport import Transport
 
 # of every type of device; torch.autocast(..., enabled=False) is for one
 without_autocast = getattr(torch._C, "_DisableAutocast", nullcontext)
+# to enter it takes ten times as long as to ask whether it is needed
+may_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
 
 class RunningConversation(Generic[T]):
@@ -92,8 +94,11 @@ class RunningConversation(Generic[T]):
         if self._meter.trace is not None and replies is not None and self._awaited is self._transport:
             self._meter.trace.add("in flight", self.name, self._launched, start, network=True)
         try:
-            with without_autocast():
-                requests = next(self._conversation) if replies is None else self._conversation.send(replies)
+            if may_autocast():
+                with without_autocast():
+                    requests = self._conversation.send(replies)
+            else:
+                requests = self._conversation.send(replies)
         except StopIteration as stop:
             self.done, self.result, self._work = True, stop.value, None
             self._meter.add_time("decode", self.name, start, perf_counter())

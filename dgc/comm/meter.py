@@ -160,11 +160,15 @@ class TrafficMeter:
 
     def count(self, request: Request, transport: Transport) -> None:
         """Count the bytes that this rank sends for a request."""
-        rank, size = transport.group_rank(request.group), transport.group_size(request.group)
+        group = request.group
+        if group == "world":
+            rank, size = transport.rank, transport.size
+        else:
+            rank, size = transport.group_rank(group), transport.group_size(group)
         alike: Any = None  # messages of one size cost the same in every step
         if type(request) in (AllReduce, AllGather):
             tensor = request.tensor  # type: ignore[union-attr]
-            alike = type(request), rank, size, request.group, tensor.numel(), tensor.dtype
+            alike = type(request), rank, size, group, tensor.numel(), tensor.dtype
         costs = self._costs.get(alike)
         if costs is None:
             costs = bytes_of(request, rank, size, self.local_size)

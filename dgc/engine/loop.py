@@ -266,8 +266,9 @@ class Engine:
             self._begin_step()
             self.in_flight = True
         for plan in self.groups[g]:
+            ranks = self._transport_of(plan)
             if self._counts_dense:
-                self.meter.count_dense(plan.bucket.numel, self._transport_of(plan).size)
+                self.meter.count_dense(plan.bucket.numel, ranks.size)
             side = self.streams.get(plan.bucket.device)
             with side.after_caller() if side else NO_STREAM, self.intact:
                 if self.loss_scale.enabled:
@@ -275,7 +276,7 @@ class Engine:
                 conversation = RunningConversation(
                     plan.bucket.name,
                     plan.states.reduce(plan.bucket),
-                    self._transport_of(plan),
+                    ranks,
                     self.meter,
                     self._communicators,
                 )
@@ -312,16 +313,20 @@ class Engine:
             for side in self.streams.values():
                 side.join()
             results = [(running.plan, running.conversation.result) for running in started]
-            reasons = [
-                self._unusable([(p, result) for p, result in results if self._transport_of(p) is ranks], ranks)
-                for ranks in self._transports
-            ]
+            reasons = [self._unusable(own, ranks) for ranks, own in self._by_transport(results)]
             reason = next((found for found in reasons if found is not None), None)
             reason = reason if judge is None else judge(reason)
             if reason is not None:
                 for running in started:
                     running.plan.states.rollback(running.plan.bucket)
             return Outcome(results, reason)
+
+    def _by_transport(
+        self, results: list[tuple[PlannedBucket, Result]]
+    ) -> list[tuple[Transport, list[tuple[PlannedBucket, Result]]]]:
+        if len(self._transports) == 1:
+            return [(self._transport, results)]
+        return [(ranks, [r for r in results if self._transport_of(r[0]) is ranks]) for ranks in self._transports]
 
     def _unusable(self, results: list[tuple[PlannedBucket, Result]], ranks: Transport) -> str | None:
         """Return why the results on a transport must not be used, or None: the same on all its ranks."""

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping, Sequence
 from inspect import Parameter, signature
 from numbers import Real
+from operator import attrgetter
 from typing import Any, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary, ref
 
@@ -158,27 +159,45 @@ def check_has_values(named_parameters: Iterable[tuple[str, Tensor]]) -> None:
             raise ValueError(f'{name} has no values yet, as it is on the device "meta": call to_empty() before')
 
 
-def check_not_converted(planned: Iterable[PlannedBucket]) -> None:
-    """Raise RuntimeError for a parameter of another type, device or memory order than that it was planned with.
+_kind = attrgetter("dtype", "device", "shape")
 
-    The hooks of DistributedDataParallel are not called for such a parameter, or do not get its gradient.
-    """
-    for plan in planned:
-        for segment, p in zip(plan.bucket.segments, plan.parameters, strict=True):
-            own = as_real(p.detach()) if p.is_complex() else p
-            if own.dtype != plan.bucket.dtype or own.device != plan.bucket.device:
-                raise RuntimeError(
-                    f"{segment.name} is {own.dtype} on {p.device}, and was planned as {plan.bucket.dtype} on "
-                    f"{plan.bucket.device}: DistributedDataParallel then averages no gradient of it. Convert or "
-                    "move the model (model.to) before DistributedDataParallel is built, or build it and compress "
-                    "anew"
-                )
-            if not (segment.orders(own) or isinstance(plan.compressor, StatelessCompressor)):
-                raise RuntimeError(
-                    f"{segment.name} has another memory order than when DistributedDataParallel was built, and "
-                    "the state of its compressor has the old one: convert the model (model.to) before, or build "
-                    "both anew"
-                )
+
+class Layouts:
+    """The types and memory orders of parameters, which must remain as they were planned."""
+
+    def __init__(self, planned: Sequence[PlannedBucket]):
+        self._planned = planned
+        self._parameters = [p for plan in planned for p in plan.parameters]
+        self._checked: object = None  # what was found right
+
+    def check(self) -> None:
+        """Raise RuntimeError for a parameter of another type, device or memory order than it was planned with.
+
+        The hooks of DistributedDataParallel are not called for such a parameter, or do not get its gradient.
+        """
+        # by functions that run in C, because there may be hundreds of parameters
+        present = list(map(_kind, self._parameters)), list(map(Tensor.stride, self._parameters))
+        if present != self._checked:
+            self._check_each()
+            self._checked = present
+
+    def _check_each(self) -> None:
+        for plan in self._planned:
+            for segment, p in zip(plan.bucket.segments, plan.parameters, strict=True):
+                own = as_real(p.detach()) if p.is_complex() else p
+                if own.dtype != plan.bucket.dtype or own.device != plan.bucket.device:
+                    raise RuntimeError(
+                        f"{segment.name} is {own.dtype} on {p.device}, and was planned as {plan.bucket.dtype} on "
+                        f"{plan.bucket.device}: DistributedDataParallel then averages no gradient of it. Convert "
+                        "or move the model (model.to) before DistributedDataParallel is built, or build it and "
+                        "compress anew"
+                    )
+                if not (segment.orders(own) or isinstance(plan.compressor, StatelessCompressor)):
+                    raise RuntimeError(
+                        f"{segment.name} has another memory order than when DistributedDataParallel was built, "
+                        "and the state of its compressor has the old one: convert the model (model.to) before, "
+                        "or build both anew"
+                    )
 
 
 def ddp_of(parameters: Container[Tensor]) -> list[nn.parallel.DistributedDataParallel]:

@@ -5,7 +5,8 @@ A state may be saved after a step is complete, and before the next one begins.
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from operator import is_
+from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary, WeakMethod, ref
 
 import torch
@@ -15,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from dgc.core.bucket import local_part
 
+T = TypeVar("T")
 CURE = "A hook or a signal handler can set a flag, for the loop to save after step()"
 
 
@@ -77,6 +79,32 @@ before_steps = _Observers(register_optimizer_step_pre_hook, has_parts=False).add
 after_steps = _Observers(register_optimizer_step_post_hook, has_parts=True).add
 
 
+class ParametersOf(Generic[T]):
+    """What an exchange knows of the parameters of an optimizer: found once, until it has other ones.
+
+    Steps ask in every step of any optimizer, and to look up hundreds of parameters takes a part of a millisecond.
+
+    find: given the parameters, returns what is known of them.
+    """
+
+    def __init__(self, find: Callable[[list[Tensor]], T]):
+        self._find = find
+        # no parameter of other models is kept alive
+        self._known: WeakKeyDictionary[Optimizer, tuple[list[ref[Tensor]], T]] = WeakKeyDictionary()
+
+    def __call__(self, optimizer: Optimizer) -> T:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        known = self._known.get(optimizer)
+        if known is not None:
+            references, found = known
+            same = len(references) == len(parameters) and all(map(is_, [r() for r in references], parameters))
+            if same:
+                return found
+        found = self._find(parameters)
+        self._known[optimizer] = list(map(ref, parameters)), found
+        return found
+
+
 class AwaitedStep:
     """Knows whether optimizers still have to step on the means that were exchanged last.
 
@@ -86,7 +114,7 @@ class AwaitedStep:
     """
 
     def __init__(self, parameters: Iterable[Tensor], on_first_step: Callable[[Optimizer], None] | None = None):
-        self._parameters = set(parameters)
+        self._own = ParametersOf(set(parameters).intersection)
         # the parameters on which each optimizer has stepped last, and those with a mean that it has not used yet
         self._owned: WeakKeyDictionary[Optimizer, set[Tensor]] = WeakKeyDictionary()
         self._awaited: dict[Optimizer, set[Tensor]] = {}
@@ -94,13 +122,15 @@ class AwaitedStep:
         after_steps(self._after_step)
 
     def _after_step(self, optimizer: Optimizer) -> None:
-        owned = self._parameters.intersection(p for group in optimizer.param_groups for p in group["params"])
+        owned = self._own(optimizer)
         if owned:
-            # an optimizer of the same parameters replaces those before it
-            for other in [o for o, its in self._owned.items() if o is not optimizer and not owned.isdisjoint(its)]:
-                del self._owned[other]
-                self._awaited.pop(other, None)
-            self._owned[optimizer] = owned
+            if self._owned.get(optimizer) is not owned:
+                # an optimizer of the same parameters replaces those before it
+                others = [o for o, its in self._owned.items() if o is not optimizer and not owned.isdisjoint(its)]
+                for other in others:
+                    del self._owned[other]
+                    self._awaited.pop(other, None)
+                self._owned[optimizer] = owned
             self._awaited.pop(optimizer, None)
             if self._on_first_step is not None and not getattr(optimizer, "is_part_of_another", False):
                 on_first_step, self._on_first_step = self._on_first_step(), None
