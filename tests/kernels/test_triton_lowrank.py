@@ -14,8 +14,9 @@ from kernels.waits import watching
 
 from dgc import kernels as backends
 from dgc.compression import PowerSGDCompressor
+from dgc.kernels.launch import zeros_on
 from dgc.kernels.lowrank import Batch, Cast, LowRank, SentUpdate
-from dgc.kernels.lowrank.triton import TritonLowRank, in_one, tiles_of
+from dgc.kernels.lowrank.triton import TritonLowRank, in_one, plan_sums, tiles_of
 from dgc.kernels.selection import TOO_LARGE
 from dgc.kernels.selection.triton import TritonSelection
 from dgc.testing import Fleet
@@ -110,6 +111,52 @@ def test_the_pieces_of_a_square_may_have_any_length(ours: Any) -> None:
     assert all(first is not None and int(first) == 700 for first in firsts) and not v[1590:].any()
     assert_close(v, plain)
     assert_close(message.numbers, expected.numbers, 100)
+
+
+@pytest.fixture
+def small_programs(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Programs of `gather` that add few tiles, and find few unusable elements."""
+    monkeypatch.setattr("dgc.kernels.lowrank.triton.SUMMED", 2)
+    for module in ("launch", "lowrank.triton"):
+        monkeypatch.setattr(f"dgc.kernels.{module}.BLOCK", 16)
+    plan_sums.cache_clear()
+    yield
+    plan_sums.cache_clear()
+
+
+@pytest.mark.parametrize("even", [True, False])
+def test_sums_of_many_tiles_are_added_in_one_order(
+    ours: Any, even: bool, small_programs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On up to four levels, in any order of programs, which leave the zeros that they share."""
+    tall, expected = Given(((2, 70, 200, 3, 1), (1, 33, 700, 2, 1), (1, 700, 9, 2, 1)), REST, DEVICE), []
+    batches, X = tall.batches, tall.X[even]
+    for order in (range, *ORDERS):
+        monkeypatch.setattr("triton.runtime.interpreter.range", order, raising=False)
+        v = tall.v.clone()
+        message = ours.begin_(v, batches, None, tall.g, X, even, EXACT)
+        found = message.numbers.clone()
+        Y = torch.cat([multiplied(b.of(v), x, even).reshape(-1) for b, x in zip(batches, X, strict=True)])
+        assert_close(found[: Y.numel()], Y, 100)
+        assert same(found[Y.numel() :], v[-REST:]) and same(
+            torch.cat([y.reshape(-1) for y in message.Y]), found[:-REST]
+        )
+        assert not zeros_on(torch.device(DEVICE), 1 << 10).any()
+        expected.append(found)
+    assert all(same(found, expected[0]) for found in expected)
+
+
+@pytest.mark.parametrize("places", [[], [0], [63_999], [50_000, 12_500, 63_998]])
+def test_the_first_unusable_element_of_many_tiles_is_found(
+    ours: Any, places: list[int], small_programs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = Given(((1, 320, 200, 1, 1),), 0, DEVICE)  # 40 tiles
+    g = one.g[0].clone().reshape(-1)
+    g[places] = torch.nan
+    for order in (range, *ORDERS):
+        monkeypatch.setattr("triton.runtime.interpreter.range", order, raising=False)
+        message = ours.begin_(one.v.clone(), one.batches, None, [g], one.X[True], True, EXACT)
+        assert int(message.first_nonfinite) == min(places, default=64_000)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

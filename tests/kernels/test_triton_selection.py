@@ -10,12 +10,15 @@ from kernels import comparison
 from kernels.comparison import REFERENCE, Pass, assert_same_choice, check_moments, check_tail, same
 from kernels.interpreter import DEVICE, INTERPRETED, backwards, shuffled
 from kernels.interpreter import interpreter as interpreter
+from kernels.products import Given
 from kernels.test_triton_codec import plan_of, selection_of
 from sparse import payloads
 
 from dgc.kernels.codes.elements import ElementCode, Form, Scale
 from dgc.kernels.codes.triton_elements import TritonElementCoder
 from dgc.kernels.launch import _MOST, MOST_READ, Launcher, most_read, zeros_on
+from dgc.kernels.lowrank import Batch, Cast
+from dgc.kernels.lowrank.triton import HEIGHT, WIDTH, Tiles, TritonLowRank
 from dgc.kernels.payload import Terms
 from dgc.kernels.payload.triton import TritonCodec, TritonMeanDecoder
 from dgc.kernels.selection import Budget, PassInputs, SelectionKernels
@@ -241,6 +244,34 @@ def test_no_check_of_a_payload_reads_more_than_64_kilobytes(
     assert set(most) == {"check", "open_headers"} and max(most.values()) <= MOST_READ, most
 
 
+# n, m, rank, and elements of other tensors
+MATRICES = {
+    "GPT-2's embedding": (50_257, 768, 4, 768),
+    "tall ones": (2**28 - 8, 4, 2, 0),
+    "the widest": (32, 2**26 - 8, 16, 0),
+    "many other tensors": (64, 64, 2, 2**30),
+}
+
+
+@pytest.mark.parametrize("even", [True, False])
+@pytest.mark.parametrize("name", MATRICES)
+def test_no_program_that_adds_sums_of_products_reads_more_than_64_kilobytes(
+    launched: list[Any], name: str, even: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose tiles are not listed here, because there are millions."""
+    n, m, r, rest = MATRICES[name]
+    tiles = -(-n // HEIGHT) * -(-m // WIDTH) + -(-rest // (HEIGHT * WIDTH))
+    table, pieces = (torch.empty(of, dtype=torch.int32, device="meta") for of in ((3, tiles), (6, 2)))
+    monkeypatch.setattr("dgc.kernels.lowrank.triton.tiles_of", lambda *_: Tiles(table, pieces, n * m))
+    batch, v = Batch((0,), 0, 1, n, m, r, n * m), torch.empty(n * m + rest, device="meta")
+    X = [torch.empty(1, r, n if even else m, device="meta")]
+    TritonLowRank(TritonSelection()).begin_(
+        v, [batch], None, v.split([n * m, rest]), X, even, Cast(torch.float16, 1e4, 1e4)
+    )
+    most = most_of([call for call in launched if call[0].fn.__name__ == "gather"])
+    assert set(most) == {"gather"} and max(most.values()) <= MOST_READ, most
+
+
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Of each launch: kernel, the most bytes that a program has read, and what is stated."""
@@ -297,6 +328,20 @@ def test_no_program_of_statistics_reads_more_than_its_kernel_states(
     assert len(reads) == 4
     for name, most, stated in reads:
         assert 0.5 * stated <= most <= stated, (name, most, stated)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off on a GPU")
+@pytest.mark.parametrize(("n", "m"), [(8192, 9), (30, 5)])
+def test_no_program_that_adds_sums_of_products_reads_more_than_its_kernel_states(
+    n: int, m: int, reads: list[Any]
+) -> None:
+    """Of a sum of many tiles, and where the rest is most."""
+    given = Given(((1, n, m, 1, 1),), 1500, DEVICE)
+    TritonLowRank(TritonSelection()).begin_(
+        given.v, given.batches, None, given.g, given.X[True], True, Cast(torch.float32, None, 0.5)
+    )
+    ((name, most, stated),) = reads
+    assert name == "gather" and 0.2 * stated <= most <= stated, (most, stated)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off on a GPU")

@@ -4,9 +4,9 @@ Launches: begin_ 2, or 6 with torch's if the bucket is one square matrix; projec
 torch's copies factors that do not lie in one tensor. Nothing waits for the device.
 
 A program handles a tile of one matrix, or of one uncompressed tensor, and takes 12 bytes of traffic per element in
-the pass that begins a step. Sums over the rows or columns of a matrix are partial sums per tile, which `gather`
-adds in the order of the tiles. No floats are added atomically, so results repeat bit for bit. They differ from
-the results of plain torch by rounding, as with any order of a matrix product.
+the pass that begins a step. Sums over the rows or columns of a matrix are partial sums per tile, which several
+programs of `gather` add in one order. No floats are added atomically, so results repeat bit for bit. They differ
+from the results of plain torch by rounding, as with any order of a matrix product.
 """
 
 from collections.abc import Sequence
@@ -34,6 +34,7 @@ from dgc.kernels.launch import (
     on_device,
     pointers,
     seed_slot,
+    zeros_on,
 )
 from dgc.kernels.lowrank import (
     Batches,
@@ -56,12 +57,14 @@ from dgc.kernels.selection.triton import (
     MAGNITUDE,
     TOO_LARGE,
     TritonSelection,
+    arrive,
     interval_of,
     random_bits,
     rounded,
 )
 
 HEIGHT, WIDTH = 32, 64  # of a tile
+SUMMED, SUMS_WIDTH = 64, 32  # tiles, and elements of a factor, that a program of `gather` adds at a time
 LANES = 2048  # elements of all rows that `orthonormalize` handles at a time
 # Rows of the table of a batch: first element of a factor, and its distances between matrices and between rows
 X, U, W = (tl.constexpr(3 * i) for i in range(3))
@@ -191,18 +194,56 @@ def refresh(
                 tl.store(own + k * n + row, product, mask=row < n)
 
 
-@moves("partial rest firsts", "factors numbers errors")
-@triton.jit(do_not_specialize=["n_groups", "steps", "n_factors", "total", "limit", "rest_limit", "n_tiles", "end"])
+@triton.jit
+@no_type_check
+def sum_of_rows(source, size, first, end, column, is_valid, ROWS: tl.constexpr):
+    """Sum ROWS rows from `first` on, before `end`, of [rows, size] at some columns, in one order."""
+    row = first + tl.arange(0, ROWS)
+    here = (row < end)[:, None] & is_valid[None, :]
+    # not from this multiprocessor's cache: other programs may have written it
+    place = row.to(tl.int64)[:, None] * size + column[None, :]
+    return tl.sum(tl.load(source + place, mask=here, other=0.0, cache_modifier=".cg"), 0)
+
+
+@triton.jit
+@no_type_check
+def as_sent(y, limit, P: tl.constexpr):
+    """NaN remains."""
+    return rounded(tl.where(y > limit, limit, tl.where(y < -limit, -limit, y)), P)
+
+
+def bytes_of_gather(a: Any) -> tuple[int, int]:
+    """A row of a program begins and ends within a sector."""
+    programs, counts = a.first_programs.diff(), a.sizes.view(-1, 6)[:, 1]
+    return 2 * SECTOR * int((programs * counts.clamp(max=a.SUMMED)).sum()), 0
+
+
+def read_by_gather(a: Any) -> int:
+    """Return the most bytes that a program reads: the sums of tiles, and of as many programs on each level. Others
+    read the rest, and the places of unusable elements.
+    """
+    return max(4 * a.WIDTH * a.SUMMED * (1 + a.levels), 8 * a.BLOCK)
+
+
+SIZES_OF_GATHER = "n_groups steps levels n_sums n_factors n_rest limit rest_limit n_tiles end".split()
+
+
+@moves("partial slots rest firsts", "slots factors numbers errors", bytes_of_gather, read_by_gather)
+@triton.jit(do_not_specialize=SIZES_OF_GATHER)
 @no_type_check
 def gather(
     partial,
-    starts,
+    first_programs,
     sizes,
     n_groups,
     steps,
+    levels,
+    n_sums,
+    slots,
+    arrived,
     n_factors,
-    total,
     rest,
+    n_rest,
     limit,
     rest_limit,
     factors,
@@ -210,45 +251,88 @@ def gather(
     errors,
     firsts,
     n_tiles,
+    found,
     first,
     end,
     largest,
     P: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SUMMED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Add the partial sums, and cast them and the rest of v. sizes: rank x length, tiles of a sum, first partial.
+    """Add the partial sums, and cast them and the rest of v.
 
-    The first program finds the first unusable element, or `end`, and sets `largest` to 0 for `expand`.
+    The first n_sums programs each add SUMMED tiles of WIDTH elements of a factor. The last one to arrive adds the
+    sums of SUMMED programs, and so on, `levels` times at most. `slots` and `arrived` have the sums and counters of
+    each element's programs, level by level. The other programs handle BLOCK elements of the rest, and find the
+    first unusable element, or `end`.
+
+    sizes: rank x length, tiles of a sum, first partial, first slot, first counter, place in `factors`.
+    found: two zeros. largest: becomes 0, for `expand`.
     """
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    is_factor = i < n_factors
-    group = interval_of(starts, n_groups, steps, tl.where(is_factor, i, 0))
-    own = sizes + 3 * group
-    size = tl.load(own).to(tl.int32)
-    count = tl.where(is_factor, tl.load(own + 1), 0)
-    inner = i - tl.load(starts + group).to(tl.int32)
-    place = tl.load(own + 2) + (inner // size).to(tl.int64) * count * size + inner % size
-    y = tl.zeros([BLOCK], dtype=tl.float32)
-    for t in range(tl.max(count, 0).to(tl.int32)):
-        y += tl.load(partial + place + t * size, mask=t < count, other=0.0)
-    if rest is not None:
-        y = tl.where(is_factor, y, tl.load(rest + (i - n_factors), mask=(i < total) & ~is_factor, other=0.0))
-    most = tl.where(is_factor, limit, rest_limit)
-    # NaN remains
-    sent = rounded(tl.where(y > most, most, tl.where(y < -most, -most, y)), P)
-    tl.store(numbers + i, sent.to(P), mask=i < total)
-    tl.store(factors + i, sent, mask=is_factor)
-    if errors is not None:
-        tl.store(errors + (i - n_factors), y - sent, mask=(i < total) & ~is_factor)
+    p = tl.program_id(0)
     if largest is not None:
-        if tl.program_id(0) == 0:
-            tl.store(largest, 0)
-            if firsts is not None:
-                lane = tl.arange(0, BLOCK)
-                least = tl.full([BLOCK], NONE, dtype=tl.int32)
-                for t in range(0, n_tiles, BLOCK):
-                    least = tl.minimum(least, tl.load(firsts + t + lane, mask=lane < n_tiles - t, other=NONE))
-                tl.store(first, tl.minimum(tl.min(least, 0), end))
+        tl.store(largest, 0, mask=p == 0)
+    if p < n_sums:
+        group = interval_of(first_programs, n_groups, steps, p)
+        own = sizes + 6 * group
+        size = tl.load(own).to(tl.int32)
+        count = tl.load(own + 1).to(tl.int32)
+        programs = (count + SUMMED - 1) // SUMMED
+        q = p - tl.load(first_programs + group).to(tl.int32)
+        part = q % programs
+        element = q // programs
+        columns = (size + WIDTH - 1) // WIDTH
+        member = (element // columns).to(tl.int64)
+        lane = tl.arange(0, WIDTH)
+        inner = element % columns * WIDTH + lane
+        here = inner < size
+        source = partial + tl.load(own + 2) + member * count * size
+        y = sum_of_rows(source, size, part * SUMMED, count, inner, here, SUMMED)
+        above, n_slots, n_counters = programs, 0, 0  # of one element
+        for _ in range(levels):
+            if above > 1:
+                n_slots += above
+                above = (above + SUMMED - 1) // SUMMED
+                n_counters += above
+        slot = slots + tl.load(own + 3) + (element * n_slots).to(tl.int64) * WIDTH
+        counter = arrived + tl.load(own + 4) + element * n_counters
+        is_last = part >= 0
+        for _ in range(levels):
+            if is_last & (programs > 1):
+                tl.store(slot + part * WIDTH + lane, y)
+                part = part // SUMMED
+                first_part = part * SUMMED
+                is_last = arrive(counter + part) == tl.minimum(programs - first_part, SUMMED) - 1
+                if is_last:
+                    tl.store(counter + part, 0)
+                    y = sum_of_rows(slot, WIDTH, first_part, programs, lane, lane < WIDTH, SUMMED)
+                    slot += programs * WIDTH
+                    programs = (programs + SUMMED - 1) // SUMMED
+                    counter += programs
+        if is_last:
+            place = tl.load(own + 5) + member * size + inner
+            sent = as_sent(y, limit, P)
+            tl.store(numbers + place, sent.to(P), mask=here)
+            tl.store(factors + place, sent, mask=here)
+    else:
+        part = p - n_sums
+        i = part * BLOCK + tl.arange(0, BLOCK)
+        if rest is not None:
+            x = tl.load(rest + i, mask=i < n_rest, other=0.0)
+            cast = as_sent(x, rest_limit, P)
+            tl.store(numbers + n_factors + i, cast.to(P), mask=i < n_rest)
+            if errors is not None:
+                tl.store(errors + i, x - cast, mask=i < n_rest)
+        if firsts is not None:
+            n_parts = tl.maximum((n_tiles + BLOCK - 1) // BLOCK, 1)
+            if part < n_parts:
+                least = tl.min(tl.load(firsts + i, mask=i < n_tiles, other=NONE), 0)
+                tl.atomic_max(found, least ^ NONE)  # NONE - least: zero if there is none
+                if arrive(found + 1) == n_parts - 1:
+                    tl.store(found + 1, 0)
+                    least = tl.atomic_xchg(found, 0) ^ NONE
+                    tl.store(first, tl.minimum(least, end))
 
 
 def bytes_of_expand(a: Any) -> tuple[int, int]:
@@ -470,12 +554,52 @@ def in_one(factors: Sequence[Factor]) -> tuple[Tensor, list[Place]]:
     return whole, [(place, outer, row) for place, (outer, row, _) in zip(places, strides, strict=True)]
 
 
+@dataclass(frozen=True)
+class SumPlan:
+    """How `gather` adds the sums of tiles.
+
+    Attributes:
+        first_programs: By batch, and the number of programs.
+        table: `sizes` of `gather`.
+        levels: How often sums of several programs are added.
+        partial, slots, counters: The numbers of tiles' sums, of programs' sums, and of counters.
+    """
+
+    first_programs: tuple[int, ...]
+    table: tuple[int, ...]
+    levels: int
+    partial: int
+    slots: int
+    counters: int
+
+
+@lru_cache(maxsize=1024)
+def plan_sums(batches: tuple[tuple[int, int, int], ...]) -> SumPlan:
+    """batches: matrices, rank x length, tiles of a sum."""
+    starts, table, most = [0], [], 0
+    partial = slots = counters = first = 0
+    for members, size, count in batches:
+        elements, programs, levels = members * -(-size // SUMS_WIDTH), -(-count // SUMMED), 0
+        table += [size, count, partial, slots, counters, first]
+        starts.append(starts[-1] + elements * programs)
+        partial += members * count * size
+        first += members * size
+        while programs > 1:
+            slots += elements * programs * SUMS_WIDTH
+            programs = -(-programs // SUMMED)
+            counters += elements * programs
+            levels += 1
+        most = max(most, levels)
+    return SumPlan(tuple(starts), tuple(table), most, partial, slots, counters)
+
+
 @dataclass(frozen=True, eq=False)
 class Partial:
-    """Sums per tile, for `gather`: their places by batch, rank x length and number of tiles."""
+    """Sums per tile, for `gather`, room for the sums of programs, and the places of unusable elements."""
 
     sums: Vector
-    sizes: list[tuple[int, int, int]]
+    slots: Vector
+    plan: SumPlan
     firsts: Int32[Tensor, "tiles"] | None
 
 
@@ -595,10 +719,13 @@ class TritonLowRank(LowRank):
             count = -(-summed // (HEIGHT if even else WIDTH))
             R, a, c = (0, NOWHERE, NOWHERE) if sent is None else (sent.products[b][0].shape[1], us[b], ws[b])
             rows.append((xs[b], a, c, R, r, parts))
-            sizes.append((r * length, count, parts))
+            sizes.append((batch.count, r * length, count))
             parts += batch.count * count * r * length
         (n_tiles, n_pieces), groups = tiles.counts, _groups(rows, device)
-        sums = torch.empty(parts, dtype=torch.float32, device=device)
+        plan = plan_sums(tuple(sizes) if X else ())
+        sums, slots = torch.empty(plan.partial + plan.slots, dtype=torch.float32, device=device).split(
+            [plan.partial, plan.slots]
+        )
         firsts = None if g is None else torch.empty(n_tiles, dtype=torch.int32, device=device)
         sources, G = (None, None) if g is None else (pointers(g, g[0].dtype, device), FLOATS[g[0].dtype])
         errors = None if sent is None else sent.rounding_errors
@@ -606,7 +733,7 @@ class TritonLowRank(LowRank):
         work = (errors, sources, u, w, x, firsts, sums)
         variant = (G, sent is not None, stores, bool(X), even, HEIGHT, WIDTH)
         self._launch(refresh, v, n_tiles, *where, *work, *variant)
-        return Partial(sums, sizes, firsts)
+        return Partial(sums, slots, plan, firsts)
 
     def _gather(
         self,
@@ -624,16 +751,29 @@ class TritonLowRank(LowRank):
         if v is not None:
             rest, largest = v[_end_of(batches) :], torch.empty(1, dtype=torch.int32, device=device)
             errors = None if cast.rest_limit is None else torch.empty_like(rest)
-        dtype = torch.float32 if cast.limit is None else cast.dtype
-        total = numel if rest is None else numel + rest.numel()
-        numbers = torch.empty(total, dtype=dtype, device=device)
-        starts = on_device((0, *accumulate(y.numel() for y in Y)), torch.int64, device)
-        sizes = on_device(tuple(chain.from_iterable(partial.sizes)) or (1, 0, 0), torch.int64, device)
+        dtype, plan, firsts = torch.float32 if cast.limit is None else cast.dtype, partial.plan, partial.firsts
+        n_rest = 0 if rest is None else rest.numel()
+        numbers = torch.empty(numel + n_rest, dtype=dtype, device=device)
+        tables = (on_device(values, torch.int64, device) for values in (plan.first_programs, plan.table or (0,)))
+        zeros, n_sums = zeros_on(device, plan.counters + 2), plan.first_programs[-1]
+        given = (
+            *tables,
+            len(Y),
+            len(Y).bit_length(),
+            plan.levels,
+            n_sums,
+            partial.slots,
+            zeros[2:],
+            numel,
+            rest,
+            n_rest,
+        )
         limits = (inf if limit is None else limit for limit in (cast.limit, cast.rest_limit))
-        n_tiles = 0 if partial.firsts is None else partial.firsts.numel()
-        work = (starts, sizes, len(Y), len(Y).bit_length(), numel, total, rest, *limits, flat, numbers, errors)
-        ends = (partial.firsts, n_tiles, first, 0 if v is None else v.numel(), largest)
-        self._launch(gather, flat, max(1, blocks(total)), partial.sums, *work, *ends, FLOATS[dtype], BLOCK)
+        n_tiles, n_parts = (0, 0) if firsts is None else (firsts.numel(), max(1, blocks(firsts.numel())))
+        ends = (firsts, n_tiles, zeros, first, 0 if v is None else v.numel(), largest)
+        programs = max(1, n_sums + max(blocks(n_rest), n_parts))
+        variant = (FLOATS[dtype], SUMS_WIDTH, SUMMED, BLOCK)
+        self._launch(gather, flat, programs, partial.sums, *given, *limits, flat, numbers, errors, *ends, *variant)
         return FactorMessage(Y, numbers, errors, first, largest)
 
 
