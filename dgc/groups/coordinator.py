@@ -103,11 +103,12 @@ class Attempt:
 
 
 class Coordinator:
-    """Leads the rounds. `save` must have written its argument to the disk when it returns.
+    """Leads the rounds. `save` and `add` must have written their argument to the disk when they return.
 
     Args:
         settings: Of the rounds.
         save: Stores the state, plain values for JSON, of which another coordinator is made later.
+        add: Adds a decision to the "line" of the state that was stored.
         saved: What the coordinator before has stored. None: a new run.
         run: Name of a new run, unlike all others.
         epoch: A number above that of every coordinator before, whose file may be lost.
@@ -118,13 +119,14 @@ class Coordinator:
         self,
         settings: Settings,
         save: Callable[[dict[str, Any]], None],
+        add: Callable[[Tag], None],
         saved: Mapping[str, Any] | None = None,
         *,
         run: str = "",
         epoch: int = 1,
         log: Callable[[str], None] = lambda text: None,
     ):
-        self.settings, self._save, self._log = settings, save, log
+        self.settings, self._save, self._add, self._log = settings, save, add, log
         self.members: dict[str, Known] = {}
         self.attempt: Attempt | None = None
         self._is_new, self._given = saved is None, run
@@ -149,6 +151,16 @@ class Coordinator:
         line = [list(tag) for tag in self.line[-KEPT:]]
         known = {"run": self.run, "settings": self._common, "epoch": self._epoch, "since": self._known_since}
         self._save({**known, "line": line})
+        self._added = 0
+
+    def _keep_decision(self, tag: Tag) -> None:
+        """Store a decision, before anybody is told."""
+        self.line = [*self.line[-KEPT:], tag]
+        self._added += 1
+        if self._added < KEPT:
+            self._add(tag)
+        else:
+            self._store()
 
     # --- events -----------------------------------------------------------------------------------
 
@@ -361,8 +373,7 @@ class Coordinator:
             for name in others & self.members.keys():
                 self.members[name].digest = ~self.members[name].digest
             return self._repeat(now, f"other bits on {', '.join(sorted(others))}", others)
-        self.line = [*self.line[-KEPT:], attempt.tag]
-        self._store()
+        self._keep_decision(attempt.tag)
         self.attempt = None
         self._outcomes = [*self._outcomes[-KEPT:], (attempt.tag, tuple(attempt.ready))]
         self._log(f"round {attempt.tag.round} is committed by {', '.join(attempt.ready)}")

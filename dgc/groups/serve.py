@@ -5,7 +5,6 @@ Its file has the decisions: keep it, and start the same command again after a fa
 alone meanwhile.
 """
 
-import json
 import signal
 import socket
 import sys
@@ -14,11 +13,10 @@ import uuid
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-from dgc.atomic_write import write_atomically
 from dgc.comm.lines import LineServer
 from dgc.groups.coordinator import Coordinator, Sent, Settings
+from dgc.groups.decisions import Decisions
 from dgc.groups.messages import Hello, Refused, decode, encode
 
 PORT = 29444
@@ -35,27 +33,30 @@ class Server:
         host: str = "",
         log: Callable[[str], None] | None = None,
     ):
-        self._file, self._log = file, log or report
-        saved = json.loads(file.read_text()) if file.exists() else None
-        file.parent.mkdir(parents=True, exist_ok=True)
+        self._log = log or report
+        self._decisions = Decisions(file)
+        saved = self._decisions.load()
         self._lines = LineServer(port, host, min(settings.beat, settings.lost / 4))
         self.port = self._lines.port
         self._clients: dict[str, socket.socket] = {}
         self._names: dict[socket.socket, str] = {}
         self.coordinator = Coordinator(
-            settings, self._save, saved, run=uuid.uuid4().hex[:12], epoch=int(time.time()), log=self._log
+            settings,
+            self._decisions.save,
+            self._decisions.add,
+            saved,
+            run=uuid.uuid4().hex[:12],
+            epoch=int(time.time()),
+            log=self._log,
         )
 
     def run(self) -> None:
         """Serve until `close`."""
         self._lines.run(self._line, self._gone, self._tick)
+        self._decisions.close()
 
     def close(self) -> None:
         self._lines.close()
-
-    def _save(self, state: dict[str, Any]) -> None:
-        content = json.dumps(state).encode() + b"\n"
-        write_atomically(self._file, lambda file: file.write(content))
 
     def _line(self, client: socket.socket, line: bytes) -> None:
         now = time.monotonic()

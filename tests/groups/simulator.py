@@ -216,6 +216,11 @@ class World:
         def save(state: dict[str, Any]) -> None:
             self.stored = json.dumps(state)
 
+        def add(tag: Tag) -> None:
+            assert self.stored is not None
+            state = json.loads(self.stored)
+            save({**state, "line": [*state["line"], tag]})
+
         def log(text: str) -> None:
             self.log.append(f"{self.now:.2f} {text}")
             self.has_gone_back |= "goes back" in text
@@ -223,7 +228,7 @@ class World:
         self.starts += 1
         saved = None if self.stored is None else json.loads(self.stored)
         self.coordinator = Coordinator(
-            self.settings, save, saved, run=f"run{self.starts}", epoch=self.starts, log=log
+            self.settings, save, add, saved, run=f"run{self.starts}", epoch=self.starts, log=log
         )
 
     def stop_coordinator(self) -> None:

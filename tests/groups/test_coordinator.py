@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from dgc.groups import coordinator
 from dgc.groups.coordinator import Coordinator, Settings
 from dgc.groups.messages import (
     START,
@@ -39,13 +40,16 @@ class Led:
     def __init__(self, *names: str, settings: Settings = SETTINGS, saved: Any = None):
         self.now, self.saved = 0.0, saved
         self.told: dict[str, list[FromCoordinator]] = {}
-        self.own = Coordinator(settings, self._save, saved, run="run")
+        self.own = Coordinator(settings, self._save, self._add, saved, run="run")
         for name in names:
             self.say(name, Hello("", ADDRESSES, START, 7))
         self.told.clear()
 
     def _save(self, state: dict[str, Any]) -> None:
         self.saved = state
+
+    def _add(self, tag: Tag) -> None:
+        self.saved = {**self.saved, "line": [*self.saved["line"], list(tag)]}
 
     def _keep(self, sent: Sequence[tuple[str, FromCoordinator]]) -> None:
         for name, message in sent:
@@ -115,6 +119,19 @@ def test_a_decision_is_saved_before_it_is_told() -> None:
     led.say("b", Prepared(tag, 5))
     assert led.saved["line"] == [[0, 0], list(tag)]
     assert led.last("a") == led.last("b") == Commit(tag)
+
+
+def test_the_state_is_stored_anew_after_many_decisions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its line would grow without end."""
+    monkeypatch.setattr(coordinator, "KEPT", 3)
+    led, lengths = Led("a"), list[int]()
+    led.own.settings = Settings(quorum=1)
+    for number in range(1, 8):
+        led.say("a", Ready(number))
+        led.say("a", Prepared(led.last("a").tag, 5))
+        led.say("a", Has(led.own.committed, number))
+        lengths.append(len(led.saved["line"]))
+    assert lengths == [2, 3, 3, 4, 5, 3, 4] and led.saved["line"][-1] == list(led.own.committed)
 
 
 def test_a_failed_exchange_is_repeated_with_the_same_members_first() -> None:
@@ -221,7 +238,7 @@ def test_a_coordinator_without_its_file_knows_that_it_does_not_know() -> None:
     led = Led("a", "b")
     tag = led.begin("a", "b")
     again = Led()
-    again.own = Coordinator(SETTINGS, led._save, run="new", epoch=2)
+    again.own = Coordinator(SETTINGS, led._save, led._add, run="new", epoch=2)
     again.say("a", Hello("run", ADDRESSES, START, 7))
     again.say("a", Ask(tag))
     assert again.own.run == "run" and again.last("a") == Unknown(tag)
