@@ -13,13 +13,14 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from queue import SimpleQueue
 from threading import Condition, Thread
-from typing import Any
+from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -42,7 +43,10 @@ from dgc.comm.requests import (
 )
 from dgc.comm.transport import GroupedTransport
 
-FRAME = struct.Struct("<8sQI")  # key of a message, its length and its digest
+FRAME = struct.Struct("<8sQ")  # key of a message and its length; then its bytes and SEAL
+SEAL = struct.Struct("<I")  # digest of all of a message
+PART_BYTES = 2**18  # of a message: a part is used while it is in the processor's cache
+SMALL_BYTES = 2**12  # a message of at most this length is sent at once, and not by a thread
 CHUNK = struct.Struct("<II")  # length and digest of a part of a stream
 CHUNK_BYTES = 2**20
 LONGEST_LINE = 4096  # bytes of the first line of a connection
@@ -225,11 +229,24 @@ class Meeting:
 
 @dataclass(eq=False)
 class MeshWork:
-    """Launched requests. flats: the elements of sums, which are stored in place, by number of the request."""
+    """Launched requests.
+
+    Attributes:
+        flats: The elements of sums, which are stored in place, by number of the request.
+        seals: The digest of this rank's piece of an all-reduce, by number of the request.
+    """
 
     name: str
     requests: tuple[Request, ...]
     flats: dict[int, Tensor] = field(default_factory=dict)
+    seals: dict[int, int] = field(default_factory=dict)
+
+
+class Arrived(NamedTuple):
+    """A message. data: None if it was received into the place of a mean. seal: its digest."""
+
+    data: bytearray | None
+    seal: int
 
 
 class MeshTransport(GroupedTransport):
@@ -241,6 +258,7 @@ class MeshTransport(GroupedTransport):
 
     Attributes:
         deadline: When waiting ends, of time.monotonic(). It may be set anew for each exchange.
+        digest_of_sums: Of the results of all all-reduces so far, without another pass over them. It may be set.
 
     Raises MeshError in `launch`, `poll` and `wait` after a connection has failed, the deadline or `close`.
     """
@@ -250,18 +268,24 @@ class MeshTransport(GroupedTransport):
     def __init__(self, rank: int, connections: Mapping[int, socket.socket], deadline: float):
         self.rank, self.size, self.deadline = rank, len(connections) + 1, deadline
         self._connections = dict(connections)
-        self._received: dict[tuple[int, bytes], deque[bytearray]] = {}
+        self.digest_of_sums = 0
+        self._received: dict[tuple[int, bytes], deque[Arrived]] = {}
+        self._places: dict[tuple[int, bytes], memoryview] = {}  # of means that will arrive
         self._free: dict[int, list[bytearray]] = {}  # memory of messages that were used, by its length
-        self._unsent = 0  # messages that are not with the system yet
+        self._unsent = dict.fromkeys(connections, 0)  # messages that are not with the system yet
+        self._awaited: tuple[int, bytes] | None = None  # the message that a rank waits for. None: all are sent
         self._changed = Condition()
         self._reason: MeshError | None = None
-        self._queues: dict[int, SimpleQueue[tuple[bytes, Any] | None]] = {}
+        self._queues: dict[int, SimpleQueue[Any]] = {}
+        self._threads: list[Thread] = []
         for other, connection in self._connections.items():
             connection.settimeout(None)
             self._queues[other] = SimpleQueue()
         for other, connection in self._connections.items():  # the first thread may close all of them
             for work in (self._send, self._receive):
-                Thread(target=work, args=(other, connection), name="dgc-mesh", daemon=True).start()
+                self._threads.append(Thread(target=work, args=(other, connection), name="dgc-mesh", daemon=True))
+        for thread in self._threads:
+            thread.start()
 
     def members(self, group: Group) -> list[int]:
         return [self.rank] if group == "local" else list(range(self.size))
@@ -284,35 +308,57 @@ class MeshTransport(GroupedTransport):
                 connection.shutdown(socket.SHUT_RDWR)
             connection.close()
 
+    def join(self) -> None:
+        """After `close`: wait until no thread uses the memory of requests any more."""
+        for thread in self._threads:
+            thread.join()
+
     # --- threads ----------------------------------------------------------------------------------
 
     def _send(self, other: int, connection: socket.socket) -> None:
         try:
             while (item := self._queues[other].get()) is not None:
-                key, data = item
-                connection.sendall(FRAME.pack(key, len(data), digest_of(data)))
-                connection.sendall(data)
+                head, data, known = item
+                connection.sendall(head)
+                if data is not None:
+                    seal = crc32(head)
+                    for part in _parts(data):
+                        seal = digest_of(part, seal) if known is None else known
+                        connection.sendall(part)
+                    connection.sendall(SEAL.pack(seal))
                 with self._changed:
-                    self._unsent -= 1
-                    self._changed.notify_all()
+                    self._unsent[other] -= 1
+                    if self._awaited is None and not self._unsent[other]:
+                        self._changed.notify_all()
         except OSError as error:
             self.close(f"rank {other} is not reached: {error}", [other])
 
     def _receive(self, other: int, connection: socket.socket) -> None:
-        head = bytearray(FRAME.size)
+        head, tail = bytearray(FRAME.size), bytearray(SEAL.size)
         try:
             while True:
                 receive_into(connection, memoryview(head))
-                key, length, checksum = FRAME.unpack(head)
+                key, length = FRAME.unpack(head)
+                data: bytearray | None = None
                 with self._changed:
-                    free = self._free.get(length)
-                    data = free.pop() if free else bytearray(length)
-                receive_into(connection, memoryview(data))
-                if digest_of(data) != checksum:
+                    place = self._places.get((other, key))
+                    if place is not None and len(place) == length:
+                        del self._places[other, key]
+                    else:
+                        free = self._free.get(length)
+                        data = free.pop() if free else bytearray(length)
+                        place = memoryview(data)
+                seal = crc32(head)
+                for part in _parts(place):
+                    receive_into(connection, part)
+                    seal = digest_of(part, seal)
+                receive_into(connection, memoryview(tail))
+                if SEAL.unpack(tail) != (seal,):
                     raise ConnectionError("a message has a wrong checksum: it changed in transit")
                 with self._changed:
-                    self._received.setdefault((other, key), deque()).append(data)
-                    self._changed.notify_all()
+                    self._received.setdefault((other, key), deque()).append(Arrived(data, seal))
+                    if self._awaited == (other, key):
+                        self._changed.notify_all()
         except (OSError, MemoryError) as error:
             self.close(f"rank {other} is not reached: {error}", [other])
 
@@ -322,9 +368,24 @@ class MeshTransport(GroupedTransport):
         self._check()
         work = MeshWork(name, tuple(requests))
         for i, request in enumerate(requests):
+            if isinstance(request, AllReduce):
+                self._await_means(work, i)
             for other, part in self._first_parts(work, i, request).items():
                 self._put(other, f"{name}.{i}", part)
         return work
+
+    def _await_means(self, work: MeshWork, i: int) -> None:
+        """Let the means of other ranks' pieces be received where they belong.
+
+        A mean arrives after its rank has received this rank's piece, so that the memory of that is free.
+        """
+        work.flats[i] = flat = work.requests[i].tensor.reshape(-1)  # type: ignore[union-attr]
+        ranks = self._sources(work.requests[i])
+        if flat.is_cpu and ranks:
+            with self._changed:
+                for rank in ranks:
+                    piece = _memory(self._pieces(work, i)[rank])
+                    self._places[rank, _key(f"{work.name}.{i}.mean")] = piece
 
     def _first_parts(self, work: MeshWork, i: int, request: Request) -> dict[int, Tensor]:
         """What this rank sends to each other rank when a request is launched."""
@@ -333,7 +394,7 @@ class MeshTransport(GroupedTransport):
             case AllGather(tensor):
                 return dict.fromkeys(others, tensor)
             case AllReduce(tensor) | ReduceScatter(tensor):
-                work.flats[i] = tensor.reshape(-1)
+                work.flats.setdefault(i, tensor.reshape(-1))
                 pieces = self._pieces(work, i)
                 return {other: pieces[other] for other in others}
             case AllToAll(tensor, splits):
@@ -352,11 +413,28 @@ class MeshTransport(GroupedTransport):
         n = len(self.members(request.group))
         return flat.tensor_split(n) if isinstance(request, AllReduce) else flat.chunk(n)
 
-    def _put(self, other: int, name: str, part: Tensor) -> None:
-        data: Any = as_bytes(part.detach().cpu().contiguous()).numpy() if part.numel() else b""
+    def _put(self, other: int, name: str, part: Tensor, seal: int | None = None) -> None:
+        """Send a message to a rank. seal: its digest, if it is known."""
+        data = _memory(part.cpu().contiguous())
+        head = FRAME.pack(_key(name), len(data))
+        if len(data) > SMALL_BYTES or self._unsent[other]:
+            self._queue(other, head, data, seal)
+            return
+        message = memoryview(head + data + SEAL.pack(digest_of(data, crc32(head))))
+        sent = 0
+        try:
+            with suppress(BlockingIOError):
+                sent = self._connections[other].send(message, socket.MSG_DONTWAIT)
+        except OSError as error:
+            self.close(f"rank {other} is not reached: {error}", [other])
+        else:
+            if sent < len(message):
+                self._queue(other, message[sent:], None, None)
+
+    def _queue(self, other: int, *item: Any) -> None:
         with self._changed:
-            self._unsent += 1
-        self._queues[other].put((_key(name), memoryview(data)))
+            self._unsent[other] += 1
+        self._queues[other].put(item)
 
     def poll(self, work: MeshWork) -> bool:
         with self._changed:
@@ -386,34 +464,43 @@ class MeshTransport(GroupedTransport):
         # all pieces are added up and sent before this rank waits for one
         for i, request in enumerate(work.requests):
             if isinstance(request, AllReduce) and len(self.members(request.group)) > 1:
-                own = self._reduced(work, i, request.op)
+                own, name = self._reduced(work, i, request.op), f"{work.name}.{i}.mean"
+                data = _memory(own.cpu())
+                work.seals[i] = seal = digest_of(data, crc32(FRAME.pack(_key(name), len(data))))
                 for other in self._sources(request):
-                    self._put(other, f"{work.name}.{i}.mean", own)
+                    self._put(other, name, own, seal)
         replies = tuple(self._reply(work, i, request) for i, request in enumerate(work.requests))
         with self._changed:  # then the memory of the requests may change
-            self._wait_until(lambda: not self._unsent, "nothing of what was sent is taken in time", ())
+            self._awaited = None
+            late = "nothing of what was sent is taken in time"
+            self._wait_until(lambda: not any(self._unsent.values()), late, ())
         return replies
 
     def _reduced(self, work: MeshWork, i: int, op: Op) -> Tensor:
         """This rank's piece of a sum, in its place, in the order of the ranks."""
-        own = self._pieces(work, i)[self.rank]
+        own, name = self._pieces(work, i)[self.rank], f"{work.name}.{i}"
+        ranks = self.members(work.requests[i].group)
         total, memory = own, None
-        for rank in self.members(work.requests[i].group):
+        for rank in ranks:
             if rank == 0 == self.rank:
                 continue
-            part, data = (own, None) if rank == self.rank else self._take(rank, f"{work.name}.{i}", own)
+            part, data = (own, None) if rank == self.rank else self._take(rank, name, own)
             if rank == 0:
                 total, memory = part, data
                 continue
-            if op in ("mean", "sum"):
-                total += part
-            else:
-                (torch.minimum if op == "min" else torch.maximum)(total, part, out=total)
+            is_last = rank == ranks[-1]
+            # in parts that stay in the processor's cache
+            length = PART_BYTES // own.element_size() if own.is_cpu else max(1, own.numel())
+            for t, p, o in zip(total.split(length), part.split(length), own.split(length), strict=True):
+                if op in ("mean", "sum"):
+                    t += p
+                else:
+                    (torch.minimum if op == "min" else torch.maximum)(t, p, out=t)
+                if is_last and op == "mean":
+                    torch.div(t, self.size, out=o)
+                elif is_last and total is not own:
+                    o.copy_(t)
             self._reuse(data)
-        if op == "mean":
-            torch.div(total, self.size, out=own)
-        elif total is not own:
-            own.copy_(total)
         self._reuse(memory)
         return own
 
@@ -427,11 +514,10 @@ class MeshTransport(GroupedTransport):
             case AllGather(tensor):
                 return tuple(taken(rank, tensor) for rank in ranks)
             case AllReduce(tensor):
-                for rank, piece in enumerate(self._pieces(work, i)):
-                    if rank != self.rank and len(ranks) > 1:
-                        mean, data = self._take(rank, f"{name}.mean", piece)
-                        piece.copy_(mean)
-                        self._reuse(data)
+                if len(ranks) > 1:
+                    for rank, piece in enumerate(self._pieces(work, i)):
+                        seal = work.seals[i] if rank == self.rank else self._take_mean(rank, f"{name}.mean", piece)
+                        self.digest_of_sums = crc32(SEAL.pack(seal), self.digest_of_sums)
                 return work.flats[i].view(tensor.shape)
             case ReduceScatter(tensor, op):
                 return tensor if len(ranks) == 1 else self._reduced(work, i, op)
@@ -450,14 +536,32 @@ class MeshTransport(GroupedTransport):
             case _:
                 assert_never(request)
 
+    def _take_mean(self, other: int, name: str, piece: Tensor) -> int:
+        """Put the mean of a rank's piece into its place. Returns its digest."""
+        found = self._next(other, name)
+        if found.data is not None:
+            mean, data = self._as_tensor(other, name, found.data, piece)
+            piece.copy_(mean)
+            self._reuse(data)
+        return found.seal
+
     def _take(self, other: int, name: str, like: Tensor) -> tuple[Tensor, bytearray]:
         """The next message of a rank, as a tensor like another one, and its memory."""
+        data = self._next(other, name).data
+        assert data is not None
+        return self._as_tensor(other, name, data, like)
+
+    def _next(self, other: int, name: str) -> Arrived:
         key = other, _key(name)
         with self._changed:
+            self._awaited = key
             self._wait_until(lambda: key in self._received, f"rank {other} has sent nothing in time", [other])
-            data = self._received[key].popleft()
+            found = self._received[key].popleft()
             if not self._received[key]:
                 del self._received[key]
+        return found
+
+    def _as_tensor(self, other: int, name: str, data: bytearray, like: Tensor) -> tuple[Tensor, bytearray]:
         if len(data) != like.numel() * like.element_size():
             raise MeshError(
                 f"rank {other} has sent {len(data)} bytes of {name}, not {like.numel() * like.element_size()}",
@@ -486,6 +590,17 @@ class MeshTransport(GroupedTransport):
     def _check(self) -> None:
         if self._reason is not None:
             raise MeshError(str(self._reason), self._reason.ranks)
+
+
+def _memory(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on a CPU, without a copy."""
+    data: Any = as_bytes(tensor.detach()).numpy() if tensor.numel() else b""
+    return memoryview(data)
+
+
+def _parts(data: memoryview) -> Iterator[memoryview]:
+    for first in range(0, len(data), PART_BYTES):
+        yield data[first : first + PART_BYTES]
 
 
 def _key(name: str) -> bytes:

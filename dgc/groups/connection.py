@@ -219,11 +219,16 @@ class Groups:
             last = Saved(self.run, self.tag)
             if self._disk.last != last and self.tag != START:
                 self._disk.save(last, self._own_steps.committed_state)
-            self._disk.wait()
+        self.wait_for_disk()
         if self._link is not None:
             self._link.close()
         self._listener.close()
         self._meeting.void(LAST)
+
+    def wait_for_disk(self) -> None:
+        """Wait until the state that is being saved is written."""
+        if self._disk is not None:
+            self._disk.wait()
 
     @property
     def tag(self) -> Tag:
@@ -368,6 +373,7 @@ class Groups:
     def _drop_mesh(self) -> None:
         if self._mesh is not None:
             self._mesh.close("this rank has left the exchange")
+            self._mesh.join()  # the memory of its buckets is used again
         self._mesh = self._mesh_of = None
 
     # --- states of other members --------------------------------------------------------------------

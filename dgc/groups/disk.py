@@ -77,7 +77,7 @@ class Disk:
         finally:
             self._taken.set()
         head, data = json.dumps(what).encode() + b"\n", pack(state)
-        seal = sha256(head + data).digest()
+        seal = _seal(head, data)
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             if self._file.exists():
@@ -111,10 +111,17 @@ class Disk:
                 continue
             _, head, rest = path.read_bytes().split(b"\n", 2)
             seal, data = rest[:SEAL], rest[SEAL:]
-            if sha256(head + b"\n" + data).digest() == seal:
+            if _seal(head + b"\n", data) == seal:
                 return unpack(data, device)
             self._log(f"{path} is damaged, and not used")
         return None
+
+
+def _seal(*parts: bytes) -> bytes:
+    found = sha256()
+    for part in parts:
+        found.update(part)
+    return found.digest()
 
 
 def pack(content: Mapping[str, Any]) -> bytes:

@@ -2,7 +2,8 @@
 
 The exchange of a round is the one of `dgc.local`, over a transport between the members of the round. What differs:
 
-- The pseudo-gradient is p - z, see dgc.groups.member. p is z0 as long as every outer step takes part in a round.
+- The pseudo-gradient is p - z, see dgc.groups.member. p is z0, and has memory of its own only after steps were
+  dropped by `forget`.
 - The fragments of a round, and the factor of the outer learning rate, follow from the number of the round, because
   members have taken different numbers of steps.
 - With other members than before, the exchange is built again with the compressors' states by parameter name.
@@ -10,7 +11,6 @@ The exchange of a round is the one of `dgc.local`, over a transport between the 
 
 import warnings
 from collections.abc import Callable, Mapping
-from copy import deepcopy
 from threading import RLock
 from typing import Any, Protocol
 from zlib import crc32
@@ -23,6 +23,7 @@ from dgc.comm.mesh import MeshTransport
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.requests import as_bytes
 from dgc.comm.transport import CrossMachineTransport, Transport
+from dgc.core.dense import DenseCompressor
 from dgc.core.state import check_mapping, with_tensors
 from dgc.engine.agreement import describe
 from dgc.engine.state import named_methods
@@ -92,7 +93,7 @@ class GroupSteps(OuterSteps):
         if any("inner_lr" in fragment.optimizer.defaults for fragment in self.fragments):
             raise ValueError("SlowMo reads the learning rate, which differs between groups: use Nesterov()")
         self._outer_factor(0)
-        self.p = self.z.clone()
+        self.p: Tensor | None = None  # None: z0
         self.s: Tensor | None = None
         inside = transport.inner if isinstance(transport, CrossMachineTransport) else transport
         shapes = [(segment.name, tuple(segment.shape)) for segment in model.segments]
@@ -118,8 +119,7 @@ class GroupSteps(OuterSteps):
             self.model.gather()
             for fragment in self.fragments:
                 fragment.restart(self.z)
-            self._digest = None
-            self.p.copy_(self.z)
+            self._digest, self.p = None, None
             self.groups.join()
             self.model.scatter()
 
@@ -160,14 +160,15 @@ class GroupSteps(OuterSteps):
         fragments, factor = self.plan(round)
         lr = None if round <= self.warmup_steps else self._lr
         flight = Flight(fragments, round, lr, outer_factor=factor)
-        before = self._meter.wire_bytes
+        before, mesh.digest_of_sums = self._meter.wire_bytes, 0
         self.exchange.begin(flight, self.z, 1.0, start=self.p)
         self.exchange.arrive()
         self._round_bytes = self._meter.wire_bytes - before
         digest = self.digest() if self._digest is None else self._digest
-        for number in fragments:
-            for _, _, mean in self.fragments[number].tensors:
-                digest = digest_of(_bytes(mean), digest)
+        digest = crc32(str(mesh.digest_of_sums).encode(), digest)
+        for plan in (plan for number in fragments for plan in self.fragments[number].planned):
+            if type(plan.compressor) is not DenseCompressor:  # its mean is a sum of the mesh, bit for bit
+                digest = digest_of(_bytes(plan.bucket.flat), digest)
         return crc32(str(flight.nonfinite).encode(), digest)
 
     def commit(self, round: int) -> int:
@@ -192,6 +193,8 @@ class GroupSteps(OuterSteps):
 
     def forget(self) -> None:
         assert self.s is not None and self.exchange.flight is not None
+        if self.p is None:
+            self.p = self._z0()
         for number in self.exchange.flight.fragments:
             for segment, _, _ in self.fragments[number].tensors:
                 segment.of(self.p).copy_(segment.of(self.s))
@@ -201,7 +204,7 @@ class GroupSteps(OuterSteps):
     def heal(self, state: Any, keeps: bool) -> int:
         check_mapping("the state of another member", state)
         with self.lock:
-            own = self.z - self.p if keeps else None
+            own = self.z - (self._z0() if self.p is None else self.p) if keeps else None
             tables = self._compression() if keeps else self._without_errors(self._compression())
             for name, table in state["shared"].items():
                 tables[name] = {**tables.get(name, {}), **table}
@@ -212,6 +215,7 @@ class GroupSteps(OuterSteps):
             self.exchange.load_state_dict({**full, "compression": tables, "dropped": self.exchange.dropped})
             for fragment in self.fragments:
                 fragment.merge(0.0)
+            self.p = None
             self._continue(own, [segment for f in self.fragments for segment, _, _ in f.tensors])
             self._share()
             self._digest = self.digest()
@@ -221,9 +225,17 @@ class GroupSteps(OuterSteps):
     def _continue(self, own: Tensor | None, parts: list[Any]) -> None:
         """Count progress from the new z0 of some tensors on, and add what was trained since the exchange."""
         for segment in parts:
-            segment.of(self.p).copy_(segment.of(self.z))
+            if self.p is not None:
+                segment.of(self.p).copy_(segment.of(self.z))
             if own is not None:
                 segment.of(self.z).add_(segment.of(own))
+
+    def _z0(self) -> Tensor:
+        z0 = torch.empty_like(self.z)
+        for fragment in self.fragments:
+            for segment, own, _ in fragment.tensors:
+                segment.of(z0).copy_(own)
+        return z0
 
     # --- states -----------------------------------------------------------------------------------
 
@@ -276,8 +288,8 @@ class GroupSteps(OuterSteps):
         """The state of the last committed round, which other members load."""
         tensors = {s.name: (f.optimizer.state.get(z0, {}), z0) for f in self.fragments for s, z0, _ in f.tensors}
         return {
-            "z0": {name: z0.cpu().clone() for name, (_, z0) in tensors.items()},
-            "outer": {name: with_tensors(_on_host, deepcopy(dict(state))) for name, (state, _) in tensors.items()},
+            "z0": {name: _on_host(z0) for name, (_, z0) in tensors.items()},
+            "outer": {name: with_tensors(_on_host, dict(state)) for name, (state, _) in tensors.items()},
             "shared": with_tensors(_on_host, self._shared),
         }
 
@@ -312,7 +324,7 @@ class GroupSteps(OuterSteps):
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().clone()
+    return tensor.detach().to("cpu", copy=True)
 
 
 def _bytes(tensor: Tensor) -> Any:

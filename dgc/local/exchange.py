@@ -98,7 +98,9 @@ class Fragment:
         for segment, z0, difference in self.tensors:
             factor = segment.of(bias) if isinstance(bias, Tensor) else bias
             origin = z0 if start is None else segment.of(start)
-            torch.sub(origin * factor, segment.of(x), out=difference)
+            if isinstance(factor, Tensor) or factor != 1:
+                origin = origin * factor
+            torch.sub(origin, segment.of(x), out=difference)
 
     def step(self, lr: float | None, factor: float | None) -> None:
         """Take an outer step on the mean in the buckets. lr, factor: see `Flight`."""

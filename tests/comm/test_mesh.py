@@ -17,10 +17,12 @@ from dgc.comm.lines import LineClient, LineServer
 from dgc.comm.lockstep import execute
 from dgc.comm.mesh import (
     CHUNK_BYTES,
+    FRAME,
     Listener,
     Meeting,
     MeshError,
     MeshTransport,
+    _key,
     dial,
     read_line,
     receive_stream,
@@ -141,6 +143,73 @@ def test_a_message_of_another_length_is_refused() -> None:
         one.wait(one.launch("x", [AllGather(numbers(0, 3))]))
     one.close()
     other.close()
+
+
+def test_small_messages_that_a_connection_does_not_take_at_once_arrive_in_order() -> None:
+    """More than its buffers hold, before the other rank reads: its thread waits for a lock."""
+    first, second = meshes(2)
+    count = 4000
+    with second._changed:
+        works = [first.launch(f"x{i}", [AllGather(numbers(i, 300))]) for i in range(count)]
+        assert first._unsent[1]
+    theirs = [second.launch(f"x{i}", [AllGather(numbers(i, 300))]) for i in range(count)]
+    for i, (mine, its) in enumerate(zip(works, theirs, strict=True)):
+        assert torch.equal(first.wait(mine)[0][1], numbers(i, 300))
+        assert torch.equal(second.wait(its)[0][0], numbers(i, 300))
+    first.close()
+
+
+@pytest.mark.parametrize("place", [0, 9, 20, 30, -1])
+def test_a_changed_message_is_found(place: int) -> None:
+    """Its key, its length, its first and its last numbers, and its checksum."""
+    (own, other), (to, taken) = socket.socketpair(), socket.socketpair()
+    mesh, peer = (MeshTransport(rank, {1 - rank: of}, time.monotonic() + 1) for rank, of in ((0, own), (1, to)))
+    with other, taken:
+        work = mesh.launch("x", [AllGather(numbers(0, 4))])
+        peer.launch("x", [AllGather(numbers(1, 4))])
+        message = bytearray(taken.recv(100))
+        message[place] ^= 4
+        other.sendall(message)
+        with pytest.raises(MeshError):
+            mesh.wait(work)
+        mesh.close()
+        peer.close()
+
+
+def sums(mesh: MeshTransport, change: float = 0.0) -> int:
+    for number, count in enumerate((7, 3000)):
+        tensor = numbers(number, count)
+        tensor[0] += change * mesh.rank
+        mesh.wait(mesh.launch(f"x{number}", [AllReduce(tensor)]))
+    return mesh.digest_of_sums
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_digest_of_sums_is_equal_on_all_ranks_and_depends_on_them(size: int) -> None:
+    found = set()
+    for change in (0.0, 1.0):
+        every = meshes(size)
+        with ThreadPoolExecutor(size) as pool:
+            (digest,) = set(pool.map(sums, every, [change] * size))
+        found.add(digest)
+        every[0].close()
+    assert len(found) == 2 and 0 not in found
+
+
+def test_after_its_end_an_exchange_writes_no_more_into_the_memory_of_a_sum() -> None:
+    """A mean is received where it belongs, and the next exchange uses the same memory."""
+    first, second = meshes(2)
+    tensor = numbers(0, 1000)
+    first.launch("x", [AllReduce(tensor)])
+    second._queue(0, FRAME.pack(_key("x.0.mean"), 2000), None, None)  # half of it never comes
+    second._queue(0, bytes(1000), None, None)
+    deadline = time.monotonic() + patient(5)
+    while not torch.equal(tensor[500:750], torch.zeros(250)):
+        assert time.monotonic() < deadline
+    first.close()
+    first.join()
+    assert not any(thread.is_alive() for thread in first._threads)
+    second.close()
 
 
 def test_ranks_that_do_not_come_are_named() -> None:

@@ -229,6 +229,7 @@ def test_a_checkpoint_is_loaded_when_the_state_for_the_disk_is_copied(
         site.steps(2)
         state = site.own.compression_state_dict()
         monkeypatch.setattr(GroupSteps, "committed_state", slowly)
+        site.groups.wait_for_disk()  # while it writes, no other round is saved
         site.steps(2)
 
         def load() -> None:
@@ -374,14 +375,17 @@ def on_place(
     groups: bool,
     folder: Path | None = None,
     log: Callable[[str], None] = lambda text: None,
+    begins: Callable[[], None] = lambda: None,
 ) -> torch.Tensor:
-    """A rank of a group of two. Without groups: of two machines of two ranks."""
+    """A rank of a group of two. Without groups: of two machines of two ranks. begins: called before the steps."""
     model = net()
     own: Any = connect(address, folder, name=f"g{group}", log=log) if groups else None
     method = HierarchicalGossip(OuterSteps(2, outer=Nesterov(), compression=nets.top_k()))
     named = model.named_parameters()
     optimizer = LocalOptimizer(momentum(model), named, method, transport=transport, groups=own)
     number = 2 * group + transport.rank if groups else transport.rank
+    optimizer.zero_grad()
+    begins()
     for step in range(steps):
         optimizer.zero_grad()
         loss_of(model, step, number).backward()
@@ -395,8 +399,11 @@ def on_place(
 def test_groups_of_several_ranks_have_the_bits_of_machines(led: Post) -> None:
     expected = LockstepWorld(4, local_size=2).run(partial(on_place, address="", group=0, steps=7, groups=False))
 
+    def all_are_there() -> None:
+        until(lambda: len(led.server.coordinator.members) == 2)
+
     def group(number: int) -> Any:
-        body = partial(on_place, address=led.address, group=number, steps=7, groups=True)
+        body = partial(on_place, address=led.address, group=number, steps=7, groups=True, begins=all_are_there)
         return LockstepWorld(2).run(body)
 
     found = together(partial(group, 0), partial(group, 1))
