@@ -76,7 +76,24 @@ def middle(times: ByRound) -> float:
 
 def ratio(above: ByRound, below: ByRound) -> float:
     """The median over rounds of the ratio within a round."""
-    return median(above[number] / below[number] for number in above.keys() & below.keys())
+    return median(ratios(above, below))
+
+
+def ratios(above: ByRound, below: ByRound) -> list[float]:
+    """The ratios within the rounds, in ascending order."""
+    return sorted(above[number] / below[number] for number in above.keys() & below.keys())
+
+
+def interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """A confidence interval of at least 95 % of the median, of ordered values. None: there are fewer than 6.
+
+    The k-th value from an end is beyond the median if fewer than k of n values are on that side of it, each with
+    probability 1/2.
+    """
+    n, k, beyond = len(values), 0, 0.0
+    while k < n and (beyond := beyond + math.comb(n, k) / 2**n) <= 0.025:
+        k += 1
+    return None if k == 0 else (values[k - 1], values[n - k])
 
 
 class Table:

@@ -8,10 +8,12 @@ H = --every steps:
 
 alone         without an exchange: the most that any other one can reach
 local steps   over torch.distributed and Gloo: nobody may be lost
-groups        each rank is a group; groups+disk also keeps the last committed state on its disk
+groups        each rank is a group
+groups+disk   each one also writes the state of the round before to its disk, during the window
 
 They take turns in windows of H steps, each of which ends with its exchange. The time is that of the slowest rank.
-`of alone` and `of local` are speeds compared within a turn.
+`of alone` and `of local` are speeds compared within a turn, and `95 %` is a confidence interval of the latter.
+`CPU` has the milliseconds that a rank uses of the processor, which other programs change less than the time.
 
 Then the groups go on until round --join-after, and another group starts with other weights. Bytes and seconds of
 its healing are printed, and the round in which it takes part.
@@ -20,13 +22,14 @@ its healing are printed, and the round in which it takes part.
 """
 
 import argparse
+import ctypes
 import json
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import ceil, floor, log10
@@ -36,7 +39,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks._harness import Table, in_turns, middle, options, print_json, ratio, to_json
+from benchmarks._harness import Table, in_turns, interval, middle, options, print_json, ratio, ratios, to_json
 from benchmarks._laboratory import Laboratory, address
 from benchmarks._launches import add_options, begin, connected, on_networks, run_ranks
 from dgc.comm import Transport, all_gather_object, barrier
@@ -86,7 +89,7 @@ class Worker:
             self.optimizer.step()
 
     def short_window(self) -> None:
-        """As `window`, without gradients: for the rounds before the late group."""
+        """As `window`, without gradients."""
         for _ in range(self.every):
             self.optimizer.zero_grad()
             self.optimizer.step()
@@ -121,8 +124,21 @@ def connection(at: str, folder: str | None = None, name: str = "") -> Groups:
     return connect(at, folder=folder, name=name, log=lambda text: None)
 
 
+def keep_memory() -> None:
+    """Let memory that is freed stay with the process.
+
+    The GNU C library gives it back if it is at the end of its heap. The method whose gradients are there would pay
+    for new pages in every step, and the others not.
+    """
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is not None:
+        set_option(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+        set_option(-3, 2**25)  # M_MMAP_THRESHOLD
+
+
 def work(settings: dict[str, Any]) -> dict[str, Any]:
     """What each rank does."""
+    keep_memory()
     torch.set_num_threads(1)
     transport = connected("torchrun")
     rank = transport.rank
@@ -139,7 +155,7 @@ def work(settings: dict[str, Any]) -> dict[str, Any]:
             for worker in workers.values():
                 worker.optimizer.zero_grad()  # groups join
             barrier(transport)
-            works = {name: partial(timed, transport, own.window) for name, own in workers.items()}
+            works = {name: partial(timed, transport, own) for name, own in workers.items()}
             found = in_turns(works, settings["rounds"], settings["warmup"])
             own = workers["groups"]
             assert own.groups is not None and own.round == settings["rounds"] + settings["warmup"]
@@ -151,12 +167,19 @@ def work(settings: dict[str, Any]) -> dict[str, Any]:
     return {"parameters": numel, "seconds": found, "longest": longest, "late": late}
 
 
-def timed(transport: Transport, window: Callable[[], None], number: int) -> float:
-    """Seconds of a window of the slowest rank."""
+def timed(transport: Transport, worker: Worker, number: int) -> tuple[float, float]:
+    """Seconds of a window of the slowest rank, and seconds of the processor for a rank."""
+    saves = worker.groups is not None and worker.groups.folder is not None
+    if saves:
+        worker.short_window()  # its state is saved during the window
     barrier(transport)
-    start = time.perf_counter()
-    window()
-    return float(max(all_gather_object(transport, time.perf_counter() - start)))
+    start, busy = time.perf_counter(), time.process_time()
+    worker.window()
+    own = time.perf_counter() - start, time.process_time() - busy
+    if saves:
+        worker.groups.wait_for_disk()  # type: ignore[union-attr]  # not during the turn of another method
+    seconds, processor = zip(*all_gather_object(transport, own), strict=True)
+    return float(max(seconds)), sum(processor) / transport.size
 
 
 def joined(own: Worker, settings: dict[str, Any], transport: Transport, at: str) -> dict[str, Any] | None:
@@ -191,6 +214,11 @@ def join_late(settings: dict[str, Any]) -> None:
     own.optimizer.close()
 
 
+def by_turn(found: dict[str, tuple[float, float]], place: int) -> dict[int, float]:
+    """One of the two numbers of `timed`. JSON has made texts of the turns."""
+    return {int(number): of[place] for number, of in found.items()}
+
+
 def measure_all(args: argparse.Namespace, ranks: int, laboratory: Laboratory | None) -> Any:
     host = "127.0.0.1" if laboratory is None else address(0)
     return run_ranks("benchmarks.groups", vars(args) | {"host": host}, ranks, laboratory, "torchrun")
@@ -201,17 +229,21 @@ def report(args: argparse.Namespace, ranks: int, found: dict[str, Any], network:
     where = "this machine" if network is None else f"{network['hosts']} hosts, {network['rate']}"
     shape = f"{found['parameters']:,} parameters, H = {args.every}, batch {args.batch}"
     print(f"{ranks} ranks, 1 thread each, {where}, {shape}, {args.rounds} turns")
-    columns = [("ms", "ms of H steps", "15.1f"), ("exchange", "exchange ms", "13.1f")]
-    table = Table("method", 14, [*columns, ("alone", "of alone", "10.3f"), ("local", "of local", "10.3f")])
-    times = {name: dict(enumerate(of.values())) for name, of in found["seconds"].items()}
+    columns = [("ms", "ms of H steps", "15.1f"), ("exchange", "exchange ms", "13.1f"), ("cpu", "CPU ms", "8.1f")]
+    speeds = [("alone", "of alone", "10.3f"), ("local", "of local", "10.3f")]
+    table = Table("method", 14, [*columns, *speeds, ("low", "95 %", "8.3f"), ("high", "", "7.3f")])
+    times, busy = ({name: by_turn(of, i) for name, of in found["seconds"].items()} for i in (0, 1))
     for name, of in times.items():
         row = {
             "ms": 1e3 * middle(of),
+            "cpu": 1e3 * middle(busy[name]),
             "alone": ratio(times["alone"], of),
             "local": ratio(times["local steps"], of),
         }
         extra = {number: 1e3 * (took - times["alone"][number]) for number, took in of.items()}
-        table.add(name, {**row, "exchange": middle(extra)})
+        limits = interval(ratios(times["local steps"], of)) if name != "local steps" else None
+        low, high = limits or (None, None)
+        table.add(name, {**row, "exchange": middle(extra), "low": low, "high": high})
     late = found["late"]
     print(
         f"a group joins with round {late['healed']}: {human_bytes(late['bytes'])} in {late['seconds']:.2f} s; it "

@@ -98,6 +98,12 @@ def test_a_ratio_is_the_median_of_the_ratios_of_the_rounds() -> None:
     assert harness.ratio(found["slow"], found["a"]) == (5 + 11 / 7) / 2
 
 
+@pytest.mark.parametrize(("n", "expected"), [(5, None), (6, (0, 5)), (9, (1, 7)), (25, (7, 17)), (100, (39, 60))])
+def test_an_interval_of_the_median_has_a_confidence_of_95_percent(n: int, expected: Any) -> None:
+    """Expected: tables of the sign test."""
+    assert harness.interval(list(map(float, range(n)))) == expected
+
+
 def test_what_benchmarks_print(capsys: Printed) -> None:
     harness.print_json({"a": [math.nan, 1, {"b": -math.inf, "c": "x", "d": None}]})
     found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
