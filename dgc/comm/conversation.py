@@ -63,12 +63,17 @@ class RunningConversation(Generic[T]):
         self.result: T
         self._resume(None)
 
+    @property
+    def has_replies(self) -> bool:
+        """Whether it can continue without waiting."""
+        return not self.done and self._awaited.poll(self._work)
+
     def advance(self, max_rounds: float = inf) -> bool:
         """Continue while replies are available, without waiting. Return whether the conversation has ended.
 
         max_rounds: Largest number of rounds that may have been launched afterwards.
         """
-        while not self.done and self.rounds < max_rounds and self._awaited.poll(self._work):
+        while self.rounds < max_rounds and self.has_replies:
             self._resume(self._awaited.wait(self._work))
         return self.done
 

@@ -351,14 +351,25 @@ class Engine:
         return RunningConversation(name, check, ranks, self.meter, self._communicators).finish()
 
     def _wait(self) -> None:
-        """Wait for all rounds of all conversations."""
+        """Wait for all rounds of all conversations. Those that can end do so while others are in flight."""
         rounds, remaining = 1, list(self._waiting)
         while remaining:
             waited, remaining = remaining, []
             for running in waited:
                 if running.conversation.rounds == rounds:
+                    if not running.conversation.has_replies:
+                        self._end_first()
                     with running.side.concurrently() if running.side else NO_STREAM:
                         running.conversation.finish_round()
                 if not running.conversation.done:
                     remaining.append(running)
             rounds += 1
+
+    def _end_first(self) -> None:
+        """Continue the first conversation as far as its replies have come, and the next one if it has ended."""
+        while self._waiting:
+            running = self._waiting[0]
+            with running.side.concurrently() if running.side else NO_STREAM:
+                if not running.conversation.done and not running.conversation.advance(COMMUNICATORS):
+                    return
+            self._waiting.popleft()

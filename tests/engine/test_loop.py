@@ -177,6 +177,54 @@ def test_rounds_are_launched_in_one_order_whatever_arrives_first(size: int, numb
             assert LockstepWorld(size).run(partial(sums, numbers=numbers, seed=seed)) == [expected] * size
 
 
+class WhileWaiting(LockstepTransport):
+    """Replies arrive while a call waits: the reply that it waits for, and all that are of later rounds than 0.
+
+    events: Gets the names of the messages that calls have waited for.
+    """
+
+    def __init__(self, world: LockstepWorld, events: list[str]):
+        super().__init__(world, 0)
+        self.events, self.launched, self.arrived = events, list[tuple[str, Any]](), list[Any]()
+
+    def launch(self, name: str, requests: Any, communicator: str = "") -> Any:
+        work = super().launch(name, requests, communicator)
+        self.launched.append((name, work))
+        return work
+
+    def poll(self, work: Any) -> bool:
+        return any(work is other for other in self.arrived)
+
+    def wait(self, work: Any) -> Any:
+        if not self.poll(work):
+            self.events += [f"wait for {name}" for name, other in self.launched if other is work]
+            self.arrived += [other for name, other in self.launched if other is work or not name.endswith(".0")]
+        return super().wait(work)
+
+
+class Told(Rounds):
+    def __init__(self, events: list[str]):
+        super().__init__(2, 0)
+        self.events = events
+
+    def reduce(self, bucket: Any, state: Any) -> Any:
+        reduced = yield from super().reduce(bucket, state)
+        self.events.append(f"end of {bucket.name}")
+        return reduced
+
+
+def test_a_bucket_ends_while_the_step_waits_for_a_later_one() -> None:
+    events: list[str] = []
+    transport, planned = WhileWaiting(LockstepWorld(1), events), []
+    for name in "abc":
+        planned.append(PlannedBucket(make_bucket(name, [(name, torch.zeros(1))]), Told(events), (torch.zeros(1),)))
+    engine = engine_of(planned, transport)
+    for g in range(3):
+        engine.start(g)
+    engine.finish()
+    assert events[:4] == ["wait for a.0", "wait for b.0", "end of a", "wait for c.0"]
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_neither_means_nor_states_depend_on_what_arrives_first(size: int, seed: int) -> None:
