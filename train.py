@@ -217,6 +217,8 @@ def train(
                         mean += part.detach()
                         items += loss.items
                         log.batch(loss)
+                if settings.groups is not None:
+                    optimizer.groups.count(items)
                 stepping.step()
                 log.step(mean, samples=sync.size * items)
                 if is_due(settings.check_replicas_every, step):

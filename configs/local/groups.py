@@ -12,3 +12,5 @@ configs.train.groups.address = "127.0.0.1:29444"  # host:port of the coordinator
 configs.train.groups.folder = None
 configs.train.groups.name = ""  # of this group in messages; empty: the name of the machine
 configs.train.groups.max_staleness = 3  # rounds that the group may have missed and keep its own progress
+# a group counts in a round by its samples or tokens since its last one; all groups need the same value
+configs.train.groups.weighted = False

@@ -285,6 +285,10 @@ class JoinsGroups(Protocol):
         """Returns the method with the group as its worker. Raises ValueError if it is of another kind."""
         ...
 
+    def count(self, items: int) -> None:
+        """Count the samples or tokens of a step of this rank, before it."""
+        ...
+
 
 @runtime_checkable
 class UsesOptimizer(Protocol):

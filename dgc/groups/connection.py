@@ -31,7 +31,7 @@ from dgc.comm.mesh import (
     send_stream,
 )
 from dgc.comm.transport import Transport
-from dgc.core.arguments import WHOLE, require
+from dgc.core.arguments import FLAG, WHOLE, require
 from dgc.gossip.hierarchical_gossip import HierarchicalGossip
 from dgc.gossip.protocol import Gossip
 from dgc.groups.disk import Disk, Saved, pack, unpack
@@ -79,6 +79,7 @@ def connect(
     *,
     name: str = "",
     max_staleness: int = 3,
+    weighted: bool = False,
     log: Callable[[str], None] | None = None,
 ) -> "Groups":
     """Let the ranks of this process group be a group of outer steps that meets others in rounds.
@@ -89,6 +90,8 @@ def connect(
             group that starts again loads it from another one.
         name: Of the group in messages. Nothing: the name of the machine, and a number.
         max_staleness: Rounds that the group may have missed and keep its own progress.
+        weighted: Weigh the progress of a group in a round by the samples or tokens that it has counted since its
+            last round, see `Groups.count`. Otherwise all groups count alike.
         log: Called on rank 0 with what has happened. None: print.
 
     Example:
@@ -96,6 +99,7 @@ def connect(
         >>> groups = connect("10.0.0.1:29444", folder="state")
     """
     require("a whole number of 0 or more rounds", WHOLE, least=0, max_staleness=max_staleness)
+    require("True or False", FLAG, weighted=weighted)
     host, _, port = address.rpartition(":") if ":" in address else (address, "", str(PORT))
     if not host or not port.isdigit():
         raise ValueError(f"address must be host:port of `python -m dgc.groups serve`, not {address!r}")
@@ -103,7 +107,8 @@ def connect(
         raise ValueError(f"name must be one word, not {name!r}")
     own = name or socket.gethostname().split(".")[0]
     folder = None if folder is None else Path(folder)
-    return Groups((host, int(port)), folder, f"{own}-{uuid.uuid4().hex[:6]}", max_staleness, log or _print)
+    unique = f"{own}-{uuid.uuid4().hex[:6]}"
+    return Groups((host, int(port)), folder, unique, max_staleness, weighted, log or _print)
 
 
 def _print(text: str) -> None:
@@ -126,8 +131,10 @@ class Groups:
         folder: Path | None,
         name: str,
         max_staleness: int,
+        weighted: bool,
         log: Callable[[str], None],
     ):
+        self.weighted = weighted
         self.address, self.folder, self.name = address, folder, name
         self._max_staleness, self._say = max_staleness, log
         self.outcomes = dict.fromkeys(Outcome, 0)
@@ -194,6 +201,11 @@ class Groups:
         outcome = self._drive(self._member.join())
         if outcome is Outcome.ALONE and self._link is None and self.place == 0:
             self._log(f"no coordinator at {self.address[0]}:{self.address[1]}: trains alone, and tries again")
+
+    def count(self, items: int) -> None:
+        """Count the samples or tokens of a step of this rank, before it. For groups that are weighted."""
+        require("a whole number of 0 samples or tokens or more", WHOLE, least=0, items=items)
+        self._own_steps.count(items)
 
     def outer_step(self) -> None:
         """An outer step. Collective in the group."""
@@ -457,8 +469,12 @@ class Groups:
     _in_commit = False  # z0 is newer than the tag
     _saves = False  # all ranks have written the state before
 
-    def prepare(self, round: int) -> None:
-        self._own_steps.prepare(round)
+    def weight(self, round: int) -> int:
+        own = self._own_steps.weight(round)
+        return sum(self._gathered(own)) if self.weighted else own
+
+    def prepare(self, round: int, share: float) -> None:
+        self._own_steps.prepare(round, share)
 
     def commit(self, round: int) -> int:
         self.members = self._names

@@ -89,6 +89,7 @@ class Known:
     ready: int | None = None
     since: float = 0.0  # when it became ready
     only_heals: bool = False
+    weight: int = 1
 
 
 @dataclass
@@ -178,8 +179,8 @@ class Coordinator:
                 self._note(member, tag, digest)
             case Beat():
                 pass
-            case Ready(number, only_heals):
-                member.ready, member.since, member.only_heals = number, now, only_heals
+            case Ready(number, only_heals, weight):
+                member.ready, member.since, member.only_heals, member.weight = number, now, only_heals, weight
             case Leave():
                 member.ready = None
                 if self.attempt is not None and sender in self.attempt.ready:
@@ -328,7 +329,10 @@ class Coordinator:
         ready = {name: number for name in sorted(names) if (number := self.members[name].ready) is not None}
         self.attempt = Attempt(tag, ready, deadline, failures=failures)
         members = tuple((name, self.members[name].addresses) for name in ready)
-        return [(name, Begin(number, tag, members)) for name, number in ready.items()]
+        weights = {name: self.members[name].weight for name in ready}
+        total = sum(weights.values())
+        shares = {name: len(ready) * weight / total if total else 1.0 for name, weight in weights.items()}
+        return [(name, Begin(number, tag, members, shares[name])) for name, number in ready.items()]
 
     def _fail(self, now: float, sender: str, suspects: Iterable[str]) -> list[Sent]:
         """A member's exchange has failed. The first time, with the suspects: whoever is dead shows it itself."""

@@ -5,7 +5,8 @@
     z      its model now
     s      z when an exchange was prepared whose decision the member does not know yet
 
-    exchange    copy the error states; the means of p - z over the participants arrive, nothing is applied
+    exchange    copy the error states; the means of p - z over the participants arrive, nothing is applied. With
+                weights, p - z is multiplied by the member's share
     commit      z0 = outer(z0, means);  z = z0, or z0 + (z - s) after a late decision;  p = z0
     void        the error states of the copy; z0, p and z stay
     heal        z0 and outer state of another member.  z = z0 + (z - p) with the member's error states, if it
@@ -44,8 +45,11 @@ from dgc.groups.messages import (
 class Numbers(Protocol):
     """The models of a member and its error states, see the module."""
 
-    def prepare(self, round: int) -> None:
-        """Copy the error states, before the exchange of a round."""
+    def weight(self, round: int) -> int:
+        """Of the progress that a round would exchange."""
+
+    def prepare(self, round: int, share: float) -> None:
+        """Copy the error states, before the exchange of a round in which the progress is multiplied by `share`."""
 
     def commit(self, round: int) -> int:
         """Apply the means of the exchange of a round. Return a digest of z0 and the outer state."""
@@ -176,8 +180,7 @@ class Member:
         if self.doubt is not None and not (yield from self._resolve()):
             return Outcome.IN_DOUBT
         heals = 0
-        self._ready += 1
-        yield Send(Ready(self._ready, only_heals))
+        yield self._next_ready(only_heals)
         while True:
             message = yield Receive()
             match message:
@@ -192,8 +195,7 @@ class Member:
                     heals += 1
                     if heals > MAX_HEALS or not (yield from self._heal(message)):
                         return Outcome.ALONE
-                    self._ready += 1
-                    yield Send(Ready(self._ready, only_heals))
+                    yield self._next_ready(only_heals)
                 case Begin(ready) if ready == self._ready:
                     outcome = yield from self._take_part(message)
                     if outcome is not None:
@@ -201,9 +203,13 @@ class Member:
                 case _:
                     pass  # an answer to an earlier step
 
+    def _next_ready(self, only_heals: bool) -> Send:
+        self._ready += 1
+        return Send(Ready(self._ready, only_heals, self.numbers.weight(self.tag.round + 1)))
+
     def _take_part(self, begin: Begin) -> Generator[Effect, Any, Outcome | None]:
         """An attempt. None: it is void, and the member waits for another one."""
-        self.numbers.prepare(begin.tag.round)
+        self.numbers.prepare(begin.tag.round, begin.share)
         digest = yield Exchange(begin)
         if isinstance(digest, Broken):
             self.numbers.void()

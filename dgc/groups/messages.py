@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, TypeAlias
 
-VERSION = 1
+VERSION = 2  # also of what groups send each other
 
 
 class Tag(NamedTuple):
@@ -62,13 +62,17 @@ class Has(Beat):
 
 @dataclass(frozen=True)
 class Ready:
-    """The member has reached its outer step. number: of this message.
+    """The member has reached its outer step.
 
-    only_heals: It asks for nothing but the last committed state, which it may have already.
+    Attributes:
+        number: Of this message.
+        only_heals: It asks for nothing but the last committed state, which it may have already.
+        weight: Of its progress since its last round, as a number of samples or tokens. All 1: groups count alike.
     """
 
     number: int
     only_heals: bool = False
+    weight: int = 1
 
 
 @dataclass(frozen=True)
@@ -120,11 +124,18 @@ class Refused:
 
 @dataclass(frozen=True)
 class Begin:
-    """Exchange now, with these members, in this order. ready: the number of the member's own Ready."""
+    """Exchange now.
+
+    Attributes:
+        ready: The number of the member's own Ready.
+        members: Who exchanges, in this order.
+        share: The member's weight, divided by the mean weight of all of them. Its progress is multiplied by it.
+    """
 
     ready: int
     tag: Tag
     members: tuple[tuple[str, Addresses], ...]
+    share: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ The exchange of a round is the one of `dgc.local`, over a transport between the 
 """
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from threading import RLock
 from typing import Any, Protocol
 from zlib import crc32
@@ -37,6 +37,8 @@ ERRORS = (*OWN_ERRORS, "server_errors")  # a server loads its chunk, and sends t
 
 class Leads(Protocol):
     """Connects a group with the others, see dgc.groups.connection."""
+
+    weighted: bool
 
     def begin(self, steps: "GroupSteps", inside: Transport, settings: str) -> None: ...
     def join(self) -> None: ...
@@ -73,13 +75,16 @@ class GroupSteps(OuterSteps):
                 "alpha keeps steps that a round has counted, and the next one would count them again: use alpha=0"
             )
         self.groups, self.lock = groups, RLock()
-        self._has_begun = self.is_fresh = False
+        self._has_begun = False
         self._before: dict[str, Any] = {}  # the compressors' states before an exchange
         self._shared: dict[str, Any] = {}  # what of them is common to all members, after the last committed round
         self._digest: int | None = None  # of the last committed round; None: it is to be computed
         self._epoch: int | None = None
         self._mesh: MeshTransport | None = None
         self._lr = self._round_bytes = 0.0
+        self._own_share: float | None = None  # of this group in a round. None: 1
+        self._items = self._exchanged = 0  # samples or tokens so far, and when an exchange was prepared
+        self._counted: list[int] = []  # those that rounds have counted, or that were dropped, of each fragment
 
     def start(self, model: FlatModel, transport: Transport, meter: TrafficMeter, name: str = "gossip") -> None:
         if transport.size > 1:
@@ -99,6 +104,7 @@ class GroupSteps(OuterSteps):
         shapes = [(segment.name, tuple(segment.shape)) for segment in model.segments]
         own = {key: getattr(self, key) for key in ("average_every", "fragment_mb", "warmup_steps", "bucket_mb")}
         own |= {"outer": self.outer, "schedule": self.outer_schedule, "momentum": self.averages_momentum}
+        own["weighted"] = self.groups.weighted
         settings = describe(**own, compression=self.compression.rules, shapes=shapes, ranks=inside.size)
         self.groups.begin(self, inside, f"{crc32(repr(settings).encode()):08x}")
 
@@ -120,14 +126,20 @@ class GroupSteps(OuterSteps):
             for fragment in self.fragments:
                 fragment.restart(self.z)
             self._digest, self.p = None, None
+            self._items, self._counted = 0, [0] * len(self.fragments)
             self.groups.join()
             self.model.scatter()
 
     def update(self, step: Callable[[], object], lr: float) -> None:
         step()
         self.model.gather()
-        self.steps, self._lr, self.is_fresh = self.steps + 1, lr, False
+        self.steps, self._lr = self.steps + 1, lr
         if self._due():
+            if self.groups.weighted and not self._items:
+                raise ValueError(
+                    "the groups are weighted, and this one has counted nothing: before each step, call "
+                    "count(number of samples or tokens) of what dgc.groups.connect has returned"
+                )
             with torch.no_grad():
                 self.groups.outer_step()
                 self.model.scatter()
@@ -144,8 +156,19 @@ class GroupSteps(OuterSteps):
 
     # --- the numbers of a member --------------------------------------------------------------------
 
-    def prepare(self, round: int) -> None:
-        self._before = self._compression()
+    def count(self, items: int) -> None:
+        """Count samples or tokens of a step, before it."""
+        self._items += items
+
+    def weight(self, round: int) -> int:
+        """Samples or tokens of the progress that a round would exchange, or 1 if groups are not weighted."""
+        if not self.groups.weighted:
+            return 1
+        return self._items - min(self._counted[number] for number in self.plan(round)[0])
+
+    def prepare(self, round: int, share: float) -> None:
+        self._before, self._own_share = self._compression(), None if share == 1 else share
+        self._exchanged = self._items
 
     def exchange_with(self, mesh: MeshTransport, round: int) -> int:
         """The exchange of a round. Returns a digest of the common state and of the means.
@@ -161,7 +184,7 @@ class GroupSteps(OuterSteps):
         lr = None if round <= self.warmup_steps else self._lr
         flight = Flight(fragments, round, lr, outer_factor=factor)
         before, mesh.digest_of_sums = self._meter.wire_bytes, 0
-        self.exchange.begin(flight, self.z, 1.0, start=self.p)
+        self.exchange.begin(flight, self.z, 1.0, start=self.p, share=self._own_share)
         self.exchange.arrive()
         self._round_bytes = self._meter.wire_bytes - before
         digest = self.digest() if self._digest is None else self._digest
@@ -178,6 +201,7 @@ class GroupSteps(OuterSteps):
         with self.lock:
             own = None if self.s is None else self.z - self.s
             self.exchange.land(0.0)
+            self._take_as_counted(flight.fragments, self._exchanged)
             self._continue(own, parts)
             self._share()
             self._digest = self.digest()
@@ -195,6 +219,7 @@ class GroupSteps(OuterSteps):
         assert self.s is not None and self.exchange.flight is not None
         if self.p is None:
             self.p = self._z0()
+        self._take_as_counted(self.exchange.flight.fragments, self._exchanged)
         for number in self.exchange.flight.fragments:
             for segment, _, _ in self.fragments[number].tensors:
                 segment.of(self.p).copy_(segment.of(self.s))
@@ -216,6 +241,8 @@ class GroupSteps(OuterSteps):
             for fragment in self.fragments:
                 fragment.merge(0.0)
             self.p = None
+            if not keeps:
+                self._take_as_counted(range(len(self.fragments)), self._items)
             self._continue(own, [segment for f in self.fragments for segment, _, _ in f.tensors])
             self._share()
             self._digest = self.digest()
@@ -229,6 +256,10 @@ class GroupSteps(OuterSteps):
                 segment.of(self.p).copy_(segment.of(self.z))
             if own is not None:
                 segment.of(self.z).add_(segment.of(own))
+
+    def _take_as_counted(self, fragments: Iterable[int], items: int) -> None:
+        for number in fragments:
+            self._counted[number] = items
 
     def _z0(self) -> Tensor:
         z0 = torch.empty_like(self.z)

@@ -89,11 +89,13 @@ class Fragment:
         optimizer.step()
         return {s.name: _keys(optimizer.state.get(t, {})) for (s, *_), t in zip(self.tensors, small, strict=True)}
 
-    def fill(self, x: Tensor, bias: float | Tensor, start: Tensor | None = None) -> None:
+    def fill(
+        self, x: Tensor, bias: float | Tensor, start: Tensor | None = None, share: float | None = None
+    ) -> None:
         """Store bias z0 - x, the pseudo-gradient, in the buckets.
 
         x: [n] model, or biased model, of this rank. bias: The factor between the two, one number or [n]. start:
-        [n] in the place of z0.
+        [n] in the place of z0. share: Factor of the pseudo-gradient. None: 1.
         """
         for segment, z0, difference in self.tensors:
             factor = segment.of(bias) if isinstance(bias, Tensor) else bias
@@ -101,6 +103,8 @@ class Fragment:
             if isinstance(factor, Tensor) or factor != 1:
                 origin = origin * factor
             torch.sub(origin, segment.of(x), out=difference)
+            if share is not None:
+                difference.mul_(share)
 
     def step(self, lr: float | None, factor: float | None) -> None:
         """Take an outer step on the mean in the buckets. lr, factor: see `Flight`."""
@@ -302,8 +306,15 @@ class OuterExchange(ModelExchange):
         self.fragments = fragments
         self.flight: Flight | None = None
 
-    def begin(self, flight: Flight, x: Tensor, bias: float | Tensor, start: Tensor | None = None) -> None:
-        """Begin the exchange of some pseudo-gradients. x, bias, start: see `Fragment.fill`.
+    def begin(
+        self,
+        flight: Flight,
+        x: Tensor,
+        bias: float | Tensor,
+        start: Tensor | None = None,
+        share: float | None = None,
+    ) -> None:
+        """Begin the exchange of some pseudo-gradients. x, bias, start, share: see `Fragment.fill`.
 
         Ranks may have different `lr` if no outer optimizer reads it.
         """
@@ -315,7 +326,7 @@ class OuterExchange(ModelExchange):
             common = {"lr": flight.lr} if reads_lr else {}
             self._agreement.begin(due=flight.due, **common, outer_factor=flight.outer_factor)
             for i, fragment in zip(flight.fragments, fragments, strict=True):
-                fragment.fill(x, bias, start)
+                fragment.fill(x, bias, start, share)
                 self._engine.start(i)
 
     def _in_flight(self) -> list[Fragment]:

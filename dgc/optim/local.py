@@ -109,7 +109,7 @@ class LocalOptimizer(Wrapper):
                 f'owners="on" gives the step of one rank to others, and with {type(self).__name__} each '
                 f'{self._worker} steps on its own gradients: use owners="auto"'
             )
-        self.transport, self._others = transport or default_transport(point_to_point=True), groups
+        self.transport, self.groups = transport or default_transport(point_to_point=True), groups
         # all ranks of the run, by whose numbers messages name them
         ranks = transport.inner if isinstance(transport, CrossMachineTransport) else self.transport
         self.inner, self._original = optimizer, ref(self)
@@ -175,7 +175,7 @@ class LocalOptimizer(Wrapper):
             raise ValueError(f"{type(self.inner).__name__} computes the loss in its step: call step(closure)")
         loss = loss_of(closure)
         check_no_unfrozen(self.param_groups, self._trained, type(self).__name__)
-        of_groups = 1 if self._others is None else self._others.size
+        of_groups = 1 if self.groups is None else self.groups.size
         self.meter.count_dense(self.model.numel, self.transport.size * of_groups)
         # both are collective in the first step: before what may raise an error on some ranks only
         self._settle()

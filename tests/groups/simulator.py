@@ -9,11 +9,12 @@ import heapq
 import itertools
 import json
 import random
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from math import isclose
+from typing import Any, TypeAlias
 
 from dgc.groups.coordinator import Coordinator, Settings
 from dgc.groups.member import (
@@ -46,29 +47,50 @@ SETTINGS = Settings(quorum=2, grace=2.0, timeout=8.0, lost=2.0, beat=0.5)
 COORDINATOR = "coordinator"
 
 
+Steps: TypeAlias = Counter[int]  # with the share with which a step was exchanged, or 1
+
+
+def samples_of(step: int) -> int:
+    """So many samples does a step have if groups are weighted."""
+    return 1 + step * 7 % 5
+
+
 class SetNumbers:
     """The numbers of a member, whose model is a set of steps. An exchange sends two thirds of them.
+
+    Args:
+        weighted: Whether its progress counts by its samples.
+        shares: The shares with which the steps of all members were exchanged.
 
     Attributes:
         dropped: Own steps that were given up.
     """
 
-    def __init__(self) -> None:
-        self.z0: Counter[int] = Counter()
-        self.p: Counter[int] = Counter()
-        self.z: Counter[int] = Counter()
-        self.s: Counter[int] | None = None
+    def __init__(self, weighted: bool, shares: dict[int, set[float]]) -> None:
+        self.weighted, self.shares = weighted, shares
+        self.z0: Steps = Counter()
+        self.p: Steps = Counter()
+        self.z: Steps = Counter()
+        self.s: Steps | None = None
         self.outer = 0
-        self.residual: Counter[int] = Counter()
-        self.before: Counter[int] = Counter()
-        self.means: Counter[int] = Counter()
-        self.dropped: Counter[int] = Counter()
+        self.residual: Steps = Counter()
+        self.before: Steps = Counter()
+        self.means: Steps = Counter()
+        self.dropped: Steps = Counter()
+        self.share = 1.0
 
     def train(self, step: int) -> None:
         self.z = self.z + Counter([step])
 
-    def prepare(self, round: int) -> None:
-        self.before = self.residual
+    def samples(self) -> int:
+        """Of the steps of its progress."""
+        return sum(map(samples_of, self.z - self.p))
+
+    def weight(self, round: int) -> int:
+        return self.samples() if self.weighted else 1
+
+    def prepare(self, round: int, share: float) -> None:
+        self.before, self.share = self.residual, share
 
     def commit(self, round: int) -> int:
         self.z0, self.outer = self.z0 + self.means, self.outer * 31 + round
@@ -105,7 +127,11 @@ class SetNumbers:
     def digest(self) -> int:
         return hash((tuple(sorted(self.z0.items())), self.outer))
 
-    def places(self, undecided: bool) -> Counter[int]:
+    def is_once(self, step: int, number: float) -> bool:
+        """Whether a step with this number is there once."""
+        return any(isclose(number, share) for share in self.shares[step])
+
+    def places(self, undecided: bool) -> Steps:
         """How often steps are in the common model, the progress, the residual or dropped.
 
         undecided: As if the exchange that runs, or has no decision yet, were void.
@@ -115,14 +141,25 @@ class SetNumbers:
 
 def exchange_sets(round: int, numbers: Sequence[Any]) -> list[int]:
     """The exchange of a round. Returns the digests of the participants."""
-    sent: Counter[int] = Counter()
+    check_shares(numbers)
+    sent: Steps = Counter()
     for own in numbers:
-        every = own.residual + (own.z - own.p)
+        every = own.residual + Counter(dict.fromkeys(own.z - own.p, own.share))
+        for step in own.z - own.p:
+            own.shares[step].add(own.share)
         own.residual = Counter({step: n for step, n in every.items() if (step + round) % 3 == 0})
         sent += every - own.residual
     for own in numbers:
         own.means = Counter(sent)
     return [hash((own.digest(), tuple(sorted(sent.items())))) for own in numbers]
+
+
+def check_shares(numbers: Sequence[Any]) -> None:
+    """Raise AssertionError if the shares of the participants are not those of their samples."""
+    samples = [own.samples() for own in numbers]
+    for own, number in zip(numbers, samples, strict=True):
+        expected = len(samples) * number / sum(samples) if own.weighted and any(samples) else 1.0
+        assert isclose(own.share, expected), f"a share of {own.share}, not {expected}"
 
 
 @dataclass
@@ -156,10 +193,11 @@ class World:
     Args:
         seed: Of the schedule.
         size: Members at the start.
-        make: Makes the numbers of a member.
+        make: Makes the numbers of a member. None: sets of steps.
         exchange: Exchanges the numbers of the participants of a round.
         faults: Of the schedule, at most.
         inner: Inner steps between outer steps.
+        weighted: Whether members count by their samples.
     """
 
     def __init__(
@@ -167,15 +205,18 @@ class World:
         seed: int,
         size: int | None = None,
         *,
-        make: Callable[[], Any] = SetNumbers,
+        make: Callable[[], Any] | None = None,
         exchange: Callable[[int, Sequence[Any]], list[int]] = exchange_sets,
         faults: int = 6,
         inner: int = 2,
         settings: Settings = SETTINGS,
         loses_file: bool = False,
+        weighted: bool = False,
     ):
         self.random, self.settings = random.Random(seed), settings
-        self.make, self.exchange, self.inner = make, exchange, inner
+        self.shares: dict[int, set[float]] = defaultdict(lambda: {1.0})
+        self.make = make or partial(SetNumbers, weighted, self.shares)
+        self.exchange, self.inner = exchange, inner
         self.loses_file = loses_file
         self.now = 0.0
         self.events: list[tuple[float, int, Callable[[], None]]] = []
@@ -314,7 +355,7 @@ class World:
             f"{node.name} has another state of {node.member.tag}"
         )
         if isinstance(node.numbers, SetNumbers):
-            twice = [step for step, n in node.numbers.z0.items() if n != 1]
+            twice = [step for step, n in node.numbers.z0.items() if not node.numbers.is_once(step, n)]
             assert not twice, f"steps {twice} are counted {[node.numbers.z0[s] for s in twice]} times"
 
     def receive(self, node: Node, message: Message) -> None:
@@ -566,7 +607,7 @@ class World:
                 return
             undecided = node.member.doubt is not None or isinstance(node.waits_for, Exchange)
             places = node.numbers.places(undecided)
-            twice = [step for step, n in places.items() if n > 1]
+            twice = [step for step, n in places.items() if not node.numbers.is_once(step, n)]
             assert not twice, f"{node.name} has steps {twice} twice"
             # lost with all that had the last state
             lost = [] if self.has_gone_back else [step for step in node.steps if not places[step]]

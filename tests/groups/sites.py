@@ -65,7 +65,7 @@ def momentum(model: Any) -> torch.optim.Optimizer:
 
 
 class Site:
-    """A group of one rank that trains."""
+    """A group of one rank that trains. items: counted in each step."""
 
     def __init__(
         self,
@@ -74,9 +74,10 @@ class Site:
         steps: OuterSteps,
         make: Callable[[Any], torch.optim.Optimizer] = momentum,
         seed: int = 0,
+        items: int | None = None,
         **options: Any,
     ):
-        self.number, self.done, self.told = number, 0, list[str]()
+        self.number, self.items, self.done, self.told = number, items, 0, list[str]()
         self.model = net(seed)
         self.groups: Groups = connect(address, name=f"g{number}", log=self.told.append, **options)
         transport = LockstepWorld(1).transports[0]
@@ -87,6 +88,8 @@ class Site:
         for _ in range(count):
             self.own.zero_grad()
             loss_of(self.model, self.done, self.number).backward()
+            if self.items is not None:
+                self.groups.count(self.items)
             self.own.step()
             self.done += 1
         return self.z

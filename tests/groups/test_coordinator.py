@@ -134,6 +134,45 @@ def test_the_state_is_stored_anew_after_many_decisions(monkeypatch: pytest.Monke
     assert lengths == [2, 3, 3, 4, 5, 3, 4] and led.saved["line"][-1] == list(led.own.committed)
 
 
+def shares(led: Led, *names: str) -> list[float]:
+    return [led.last(name).share for name in names]
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [
+        ((1, 1, 1), [1.0, 1.0, 1.0]),
+        ((2, 1, 1), [1.5, 0.75, 0.75]),
+        ((0, 3, 3), [0, 1.5, 1.5]),
+        ((0,) * 3, [1.0] * 3),
+    ],
+)
+def test_members_are_told_their_weight_beside_the_mean_of_all(weights: Any, expected: list[float]) -> None:
+    led = Led("a", "b", "c")
+    for name, weight in zip("abc", weights, strict=True):
+        led.say(name, Ready(1, weight=weight))
+    assert shares(led, *"abc") == expected
+
+
+def test_shares_are_of_those_who_repeat_a_round() -> None:
+    led = Led("a", "b", "c")
+    for name, weight in zip("abc", (1, 3, 8), strict=True):
+        led.say(name, Ready(1, weight=weight))
+    led.lose("c")
+    assert shares(led, "a", "b") == [0.5, 1.5]
+
+
+def test_a_member_of_an_older_version_is_refused() -> None:
+    line = (
+        b'{"kind": "Hello", "run": "", "addresses": [], "tag": [0, 0], "digest": 7, "settings": "", "version": 1}'
+    )
+    led = Led("a")
+    led.say("b", decode(line))
+    reason = led.last("b").reason
+    assert "speaks version 2 of the protocol, and the member 1" in reason and "the same version of dgc" in reason
+    assert "b" not in led.own.members
+
+
 def test_a_failed_exchange_is_repeated_with_the_same_members_first() -> None:
     led = Led("a", "b", "c")
     tag = led.begin("a", "b", "c")

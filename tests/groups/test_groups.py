@@ -350,7 +350,8 @@ def test_methods_that_cannot_meet_are_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"address": "host:x"}, {"address": ":1"}, {"name": "a b"}, {"max_staleness": -1}]
+    "arguments",
+    [{"address": "host:x"}, {"address": ":1"}, {"name": "a b"}, {"max_staleness": -1}, {"weighted": 1}],
 )
 def test_arguments_that_cannot_work_are_refused(arguments: Any) -> None:
     with pytest.raises(ValueError):
@@ -394,6 +395,110 @@ def on_place(
     z = optimizer.model.z.clone()
     optimizer.close()
     return z
+
+
+def weighted(led: Post, make: Callable[[], OuterSteps], *items: int | None) -> list[Site]:
+    every = [Site(led.address, i, make(), items=of, weighted=True) for i, of in enumerate(items)]
+    together(*(site.begin for site in every))
+    return every
+
+
+def test_the_progress_of_groups_is_weighted_by_what_they_have_counted(led: Post) -> None:
+    every = weighted(led, METHODS["dense"], 10, 30)
+    start = every[0].z
+    all_step(every, 2)
+    own = [trained_alone(number, 2) - start for number in (0, 1)]
+    torch.testing.assert_close(every[0].z, start + (own[0] + 3 * own[1]) / 4, rtol=0, atol=1e-6)
+    assert len(digests(*every)) == 1
+    close(*every)
+
+
+@pytest.mark.parametrize("name", COMPRESSIONS)
+def test_groups_that_count_alike_have_the_bits_of_groups_without_weights(name: str, led: Post) -> None:
+    expected = LockstepWorld(2).run(partial(on_rank, make=METHODS[name], steps=5))
+    every = weighted(led, METHODS[name], 7, 7)
+    assert nets.same(all_step(every, 5), expected)
+    close(*every)
+
+
+def unsent(site: Site) -> torch.Tensor:
+    """The residual, in the order of the model."""
+    found = torch.zeros_like(site.z)
+    for states in site.method.exchange.states:
+        state = states.state_dict()
+        for segment in site.own.model.segments:
+            for table in ("errors", "residuals"):
+                if segment.name in state.get(table, {}):
+                    segment.of(found).add_(state[table][segment.name])
+    return found
+
+
+@pytest.mark.parametrize("name", ["top-k", "2 bits", "rank 1", "signs"])
+def test_what_weighted_groups_have_not_sent_stays_in_their_residuals(name: str, led: Post) -> None:
+    every = weighted(led, METHODS[name], 10, 30)
+    start = every[0].z
+    all_step(every, 2)
+    done = [start - trained_alone(number, 2) for number in (0, 1)]
+    kept = unsent(every[0]) + unsent(every[1])
+    assert bool(kept.any())
+    sent = 2 * (start - z0(every[0]))
+    torch.testing.assert_close(sent + kept, 0.5 * done[0] + 1.5 * done[1], rtol=0, atol=1e-5)
+    close(*every)
+
+
+def test_a_group_that_missed_rounds_counts_by_all_that_it_has_done_since(tmp_path: Path) -> None:
+    with post(tmp_path, quorum=1, grace=0.0) as led:
+        early, late = weighted(led, METHODS["dense"], 10, 30)
+        late.steps(1)
+        early.steps(4)
+        late.steps(1)
+        assert late.groups.tag.round == early.groups.tag.round + 1 and late.method.weight(4) == 0
+        late.steps(1)
+        assert late.method.weight(4) == 30 and early.method.weight(4) == 0
+        close(early, late)
+
+
+def test_fragments_count_by_what_was_done_since_their_own_rounds(led: Post) -> None:
+    every = weighted(led, METHODS["fragments"], 10, 30)
+    all_step(every, 4)
+    # rounds 1, 2 and 3 were of fragments 1, 2 and 0, after steps 1, 2 and 4
+    assert [[site.method.weight(round) for round in (4, 5, 6)] for site in every] == [[30, 20, 0], [90, 60, 0]]
+    close(*every)
+
+
+def test_a_weighted_group_that_counts_nothing_is_told_to(tmp_path: Path) -> None:
+    with post(tmp_path, quorum=1) as led:
+        (own,) = weighted(led, METHODS["dense"], None)
+        with pytest.raises(ValueError, match="this one has counted nothing"):
+            own.steps(2)
+        close(own)
+
+
+def test_groups_with_and_without_weights_are_not_in_one_run(led: Post) -> None:
+    one, other = Site(led.address, 0, OuterSteps(2)), Site(led.address, 1, OuterSteps(2), weighted=True)
+    one.begin()
+    with pytest.raises(ValueError, match="other settings of its outer steps"):
+        other.begin()
+    close(one, other)
+
+
+def test_a_group_counts_by_the_items_of_all_its_ranks(led: Post) -> None:
+    def group(number: int) -> Any:
+        def on(transport: Any) -> int:
+            own = connect(led.address, name=f"g{number}", weighted=True, log=lambda text: None)
+            model = net()
+            method = HierarchicalGossip(OuterSteps(2))
+            named = model.named_parameters()
+            optimizer = LocalOptimizer(momentum(model), named, method, transport=transport, groups=own)
+            optimizer.zero_grad()
+            own.count(5 + transport.rank)
+            weight = own.weight(1)
+            optimizer.close()
+            return weight
+
+        return LockstepWorld(2).run(on)
+
+    assert together(partial(group, 0), partial(group, 1)) == [[11, 11]] * 2
 
 
 def test_groups_of_several_ranks_have_the_bits_of_machines(led: Post) -> None:

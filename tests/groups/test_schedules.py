@@ -4,13 +4,14 @@ is counted twice, none of a living member is lost, and every schedule ends.
 `python -m pytest -m proof tests/groups` runs 1,000 schedules.
 """
 
-from collections.abc import Callable, Generator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from groups.simulator import SetNumbers, World
+from groups.simulator import SetNumbers, World, check_shares, exchange_sets, samples_of
 from local.test_outer_steps import COMPRESSIONS
 from optim.nets import net
 from torch.utils._pytree import tree_flatten
@@ -18,7 +19,7 @@ from torch.utils._pytree import tree_flatten
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.meter import TrafficMeter
 from dgc.gossip.model import FlatModel
-from dgc.groups.coordinator import Coordinator
+from dgc.groups.coordinator import Coordinator, Sent
 from dgc.groups.member import Member
 from dgc.groups.messages import Commit, FromCoordinator, Tag
 from dgc.groups.steps import GroupSteps
@@ -27,22 +28,25 @@ from dgc.local import Nesterov, OuterSteps
 FEW, MANY = 50, 1000
 
 
+@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("first", range(0, FEW, 10))
-def test_the_law_holds_on_drawn_schedules(first: int) -> None:
+def test_the_law_holds_on_drawn_schedules(first: int, weighted: bool) -> None:
     for seed in range(first, first + 10):
-        World(seed).finish()
+        World(seed, weighted=weighted).finish()
 
 
 @pytest.mark.proof
 @pytest.mark.timeout(1800)
-def test_the_law_holds_on_a_thousand_schedules() -> None:
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_law_holds_on_a_thousand_schedules(weighted: bool) -> None:
     rounds = faults = 0
     for seed in range(MANY):
-        world = World(seed, faults=12)
+        world = World(seed, faults=12, weighted=weighted)
         world.finish()
         assert world.coordinator is not None
         rounds, faults = rounds + world.coordinator.committed.round, faults + world.faults
-    print(f"\n{MANY} schedules, {rounds} committed rounds, {faults} faults")
+    kind = "weighted groups" if weighted else "groups"
+    print(f"\n{MANY} schedules of {kind}, {rounds} committed rounds, {faults} faults")
 
 
 def test_a_coordinator_that_loses_its_file_counts_nothing_twice() -> None:
@@ -52,6 +56,8 @@ def test_a_coordinator_that_loses_its_file_counts_nothing_twice() -> None:
 
 class Alone:
     """A group that no coordinator leads."""
+
+    weighted = True
 
     def begin(self, steps: GroupSteps, inside: Any, settings: str) -> None:
         pass
@@ -73,17 +79,61 @@ class Alone:
 
 
 class RealNumbers:
-    """A small model with its exchange and outer optimizer. A step adds numbers that depend on it alone."""
+    """A small model with its exchange and outer optimizer. A step adds numbers that depend on it alone.
+
+    Attributes:
+        steps: What the runtime uses.
+        sets: The steps in it, by which the weights of `steps` are checked.
+    """
+
+    weighted = True
 
     def __init__(self, compression: Callable[[], Any]):
+        self.sets = SetNumbers(True, defaultdict(set))
         model = FlatModel(list(net().named_parameters()))
         self.steps = GroupSteps(OuterSteps(2, outer=Nesterov(), compression=compression()), Alone())
         self.steps.start(model, LockstepWorld(1).transports[0], TrafficMeter(), "simulated")
-        self.prepare, self.commit, self.void = self.steps.prepare, self.steps.commit, self.steps.void
-        self.doubt, self.forget, self.heal = self.steps.doubt, self.steps.forget, self.steps.heal
-        self.digest, self.state = self.steps.digest, self.steps.committed_state
+        self.steps.begin_step()
+        self.digest, self.samples = self.steps.digest, self.sets.samples
+
+    @property
+    def share(self) -> float:
+        return 1.0 if self.steps._own_share is None else self.steps._own_share
+
+    def state(self) -> Any:
+        return self.steps.committed_state(), self.sets.state()
+
+    def weight(self, round: int) -> int:
+        assert self.steps.weight(round) == self.sets.samples()
+        return self.steps.weight(round)
+
+    def prepare(self, round: int, share: float) -> None:
+        self.steps.prepare(round, share)
+        self.sets.prepare(round, share)
+
+    def commit(self, round: int) -> int:
+        self.sets.commit(round)
+        return self.steps.commit(round)
+
+    def void(self) -> None:
+        self.steps.void()
+        self.sets.void()
+
+    def doubt(self) -> None:
+        self.steps.doubt()
+        self.sets.doubt()
+
+    def forget(self) -> None:
+        self.steps.forget()
+        self.sets.forget()
+
+    def heal(self, state: Any, keeps: bool) -> int:
+        self.sets.heal(state[1], keeps)
+        return self.steps.heal(state[0], keeps)
 
     def train(self, step: int) -> None:
+        self.sets.train(step)
+        self.steps.count(samples_of(step))
         z = self.steps.z
         z.add_(torch.randn(z.shape, generator=torch.Generator().manual_seed(step)), alpha=0.01)
 
@@ -91,7 +141,7 @@ class RealNumbers:
         pass
 
     def same(self, state: Any) -> bool:
-        own, other = (tree_flatten(of)[0] for of in (self.state(), state))
+        own, other = (tree_flatten(of)[0] for of in (self.state()[0], state[0]))
         return len(own) == len(other) and all(
             torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(own, other, strict=True)
         )
@@ -102,6 +152,8 @@ def exchange_real(round: int, numbers: Sequence[Any]) -> list[int]:
         ranks.digest_of_sums = 0  # of MeshTransport
         return int(numbers[ranks.rank].steps.exchange_with(ranks, round))
 
+    check_shares(numbers)
+    exchange_sets(round, [own.sets for own in numbers])
     return LockstepWorld(len(numbers)).run(exchange)
 
 
@@ -157,6 +209,22 @@ def _drops_progress_after_a_late_decision(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SetNumbers, "doubt", lambda self: None)
 
 
+def _weighs_all_its_steps(patch: pytest.MonkeyPatch) -> None:
+    """Not those since its last round."""
+    patch.setattr(SetNumbers, "weight", lambda self, round: sum(map(samples_of, self.z)))
+
+
+def _weighs_all_members_alike(patch: pytest.MonkeyPatch) -> None:
+    begin = Coordinator._begin
+
+    def alike(self: Coordinator, names: Iterable[str], *arguments: Any) -> list[Sent]:
+        for member in self.members.values():
+            member.weight = 1
+        return begin(self, names, *arguments)
+
+    patch.setattr(Coordinator, "_begin", alike)
+
+
 def _does_not_heal(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Coordinator, "_is_current", lambda self, member: True)
 
@@ -169,6 +237,8 @@ RULES = [
     _counts_progress_from_the_old_model,
     _drops_progress_after_a_late_decision,
     _does_not_heal,
+    _weighs_all_its_steps,
+    _weighs_all_members_alike,
 ]
 
 
@@ -179,4 +249,4 @@ def test_the_law_fails_if_a_rule_is_broken(
     rule(monkeypatch)
     with pytest.raises(AssertionError):
         for seed in range(200):
-            World(seed).finish()
+            World(seed, weighted=True).finish()
