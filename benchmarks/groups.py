@@ -15,8 +15,8 @@ They take turns in windows of H steps, each of which ends with its exchange. The
 `of alone` and `of local` are speeds compared within a turn, and `95 %` is a confidence interval of the latter.
 `CPU` has the milliseconds that a rank uses of the processor, which other programs change less than the time.
 
-Then the groups go on until round --join-after, and another group starts with other weights. Bytes and seconds of
-its healing are printed, and the round in which it takes part.
+Then the groups go on until round --join-after. The group of rank 0 leaves, and another one takes its place, with
+other weights. It loads the state of another rank's group. Bytes and seconds are printed, and its first round.
 
 --draw draws the RECORD of tests/proof/test_groups.py: losses of groups that are killed, stopped and cut off.
 """
@@ -162,7 +162,9 @@ def work(settings: dict[str, Any]) -> dict[str, Any]:
             longest = own.groups.longest
             workers["groups+disk"].optimizer.close()
             late = joined(own, settings, transport, first)
-            own.optimizer.close()
+            if rank:
+                own.optimizer.close()
+            barrier(transport)
     numel = sum(p.numel() for p in own.model.parameters())
     return {"parameters": numel, "seconds": found, "longest": longest, "late": late}
 
@@ -183,26 +185,25 @@ def timed(transport: Transport, worker: Worker, number: int) -> tuple[float, flo
 
 
 def joined(own: Worker, settings: dict[str, Any], transport: Transport, at: str) -> dict[str, Any] | None:
-    """Let another group join after some rounds. Returns what it has told, on rank 0."""
+    """Let another group take the place of rank 0's after some rounds. Returns what it has told, on rank 0."""
     assert own.groups is not None
     while own.round < settings["join_after"]:
         own.short_window()
-    process = None
     if transport.rank == 0:
+        own.optimizer.close()
         words = [sys.executable, "-m", "benchmarks.groups", LATE, to_json({**settings, "address": at})]
-        process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
-    while max(all_gather_object(transport, len(own.groups.members))) <= transport.size:
+        told = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True).stdout
+        return dict(json.loads(told))
+    while not any(name.startswith(f"{LATE}-") for name in own.groups.members):
         own.short_window()
-    if process is None:
-        return None
-    told, _ = process.communicate(timeout=60)
-    return dict(json.loads(told))
+        time.sleep(0.05)  # alone it would only ask the coordinator
+    return None
 
 
 def join_late(settings: dict[str, Any]) -> None:
     """The late group: load the state, train in the next round, and tell how it went."""
     torch.set_num_threads(1)
-    groups = connection(settings["address"], name="late")
+    groups = connection(settings["address"], name=LATE)
     own = Worker(settings, 7, groups, seed=1)
     own.optimizer.zero_grad()
     at, start = own.round, time.perf_counter()
