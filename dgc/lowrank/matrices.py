@@ -229,8 +229,9 @@ def orthonormalize(
     Without this, as in the paper, which adds epsilon to the norm, a gradient that was zero once (an unused layer)
     would never be compressed again, because its factor would stay zero.
 
-    On a GPU one kernel replaces all ways but `authors` at rank 1: classical Gram-Schmidt, repeated for each row,
-    which is accurate for any x. The host waits for nothing there, and what is not finite counts as zero.
+    On a GPU three launches replace all ways but `authors` at rank 1: cholesky_qr, repeated, which is accurate for
+    any x whose rows have shares above 2**-22. Rows with less are replaced: it is the rounding of fp32. The host
+    waits for nothing there, and what is not finite counts as zero.
 
     noise: returns the source of the random rows of the b-th x, [B, r, d] fp32, the same on all ranks. None: random
     numbers from a fixed seed. key: the key of the random rows where a kernel makes them.

@@ -16,7 +16,7 @@ from dgc import kernels as backends
 from dgc.compression import PowerSGDCompressor
 from dgc.kernels.launch import zeros_on
 from dgc.kernels.lowrank import Batch, Cast, LowRank, SentUpdate
-from dgc.kernels.lowrank.triton import TritonLowRank, in_one, plan_sums, tiles_of
+from dgc.kernels.lowrank.triton import TritonLowRank, in_one, plan_bases, plan_sums, tiles_of
 from dgc.kernels.selection import TOO_LARGE
 from dgc.kernels.selection.triton import TritonSelection
 from dgc.testing import Fleet
@@ -230,6 +230,44 @@ def test_the_authors_divide_a_row_by_the_length_of_all_rows(ours: Any) -> None:
     assert_close(alone, y.double() / y.double().norm(), 1)
     assert not nothing.any()
     assert_orthonormal(several)
+
+
+def dependent(share: float, r: int, d: int, seed: int) -> Any:
+    """Rows that the rows before them explain but for `share` of them."""
+    x = normal(1, r, d, seed=seed)
+    for i in range(1, r):
+        x[0, i] = x[0, :i].sum(0) + share * x[0, i]
+    return x
+
+
+@pytest.mark.parametrize("share", [1.0, 1e-3, 1e-5, 3e-7, 1e-7, 1e-8, 0.0])
+def test_bases_of_rows_that_almost_depend_on_others_are_orthonormal(ours: Any, share: float) -> None:
+    """On both sides of the least share that determines a direction. The span is kept above it."""
+    xs = [1e20 * dependent(share, r, d, r + d) for r, d in ((2, 2), (4, 4), (3, 5), (4, 300), (16, 40))]
+    for x, basis in zip(xs, ours.orthonormal(xs, False, 1e-8, 7), strict=True):
+        assert_orthonormal(basis)
+        if share > 1e-6:
+            wide, part = x.double(), basis.double()
+            assert float((wide - wide @ part.mT @ part).norm(dim=2).max() / wide.norm(dim=2).max()) < 1e-6
+
+
+def test_bases_of_many_parts_do_not_depend_on_the_order_of_programs(
+    ours: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On several levels, also where rows are random. Programs leave the zeros that they share."""
+    monkeypatch.setattr("dgc.kernels.lowrank.triton.LANES", 64)
+    monkeypatch.setattr("dgc.kernels.lowrank.triton.FAN", 2)
+    plan_bases.cache_clear()
+    xs, expected = [normal(2, 3, 700), normal(1, 16, 130), normal(1, 1, 64), rows_without_a_direction()], None
+    for order in (range, *ORDERS):
+        monkeypatch.setattr("triton.runtime.interpreter.range", order, raising=False)
+        found = ours.orthonormal(xs, False, 1e-6, 3)
+        for basis in found:
+            assert_orthonormal(basis)
+        assert not zeros_on(torch.device(DEVICE), 1 << 10).any()
+        assert expected is None or all(map(same, found, expected))
+        expected = found
+    plan_bases.cache_clear()
 
 
 @pytest.fixture

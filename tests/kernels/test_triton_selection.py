@@ -10,14 +10,14 @@ from kernels import comparison
 from kernels.comparison import REFERENCE, Pass, assert_same_choice, check_moments, check_tail, same
 from kernels.interpreter import DEVICE, INTERPRETED, backwards, shuffled
 from kernels.interpreter import interpreter as interpreter
-from kernels.products import Given
+from kernels.products import Given, normal
 from kernels.test_triton_codec import plan_of, selection_of
 from sparse import payloads
 
 from dgc.kernels.codes.elements import ElementCode, Form, Scale
 from dgc.kernels.codes.triton_elements import TritonElementCoder
 from dgc.kernels.launch import _MOST, MOST_READ, Launcher, most_read, zeros_on
-from dgc.kernels.lowrank import Batch, Cast
+from dgc.kernels.lowrank import Batch, Cast, consecutive
 from dgc.kernels.lowrank.triton import HEIGHT, WIDTH, Tiles, TritonLowRank
 from dgc.kernels.payload import Terms
 from dgc.kernels.payload.triton import TritonCodec, TritonMeanDecoder
@@ -272,6 +272,22 @@ def test_no_program_that_adds_sums_of_products_reads_more_than_64_kilobytes(
     assert set(most) == {"gather"} and max(most.values()) <= MOST_READ, most
 
 
+BASES: Any = {
+    "GPT-2's embedding": [(1, 4, 50_257), (1, 4, 768)],
+    "rank 1": [(1, 1, 2**30)],
+    "rank 4": [(1, 4, 2**29 - 1), (500, 4, 900)],
+    "rank 32": [(1, 32, 2**26 - 1)],
+}
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_no_program_that_finds_a_basis_reads_more_than_64_kilobytes(launched: list[Any], name: str) -> None:
+    _, xs = consecutive(BASES[name], torch.device("meta"))
+    TritonLowRank(TritonSelection()).orthonormal(xs, False, 1e-8, 5)
+    most = most_of(launched)
+    assert set(most) == {"inner_products", "write_bases"} and max(most.values()) <= MOST_READ, most
+
+
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Of each launch: kernel, the most bytes that a program has read, and what is stated."""
@@ -342,6 +358,15 @@ def test_no_program_that_adds_sums_of_products_reads_more_than_its_kernel_states
     )
     ((name, most, stated),) = reads
     assert name == "gather" and 0.2 * stated <= most <= stated, (most, stated)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off on a GPU")
+@pytest.mark.parametrize(("r", "d"), [(1, 70_000), (4, 20_000), (16, 600)])
+def test_no_program_that_finds_a_basis_reads_more_than_its_kernel_states(r: int, d: int, reads: list[Any]) -> None:
+    TritonLowRank(TritonSelection()).orthonormal([normal(1, r, d, device=DEVICE)], False, 1e-8, 5)
+    assert [name for name, _, _ in reads] == ["inner_products", "inner_products", "write_bases"]
+    for name, most, stated in reads:
+        assert 0.4 * stated <= most <= stated, (name, most, stated)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off on a GPU")

@@ -169,12 +169,12 @@ POWERSGD: Any = {1: [(20, 30)] * 2, 3: [(20, 30), (7,), (6, 4), (9, 70)]}  # by 
 @pytest.mark.parametrize(
     ("settings", "groups", "expected"),
     [
-        *(({"rank": rank}, groups, 6) for rank in (1, 2, 4) for groups in POWERSGD),
-        ({"rank": 2, "wire": "fp16"}, 1, 7),
-        ({"rank": 2, "mode": "square"}, 3, 12),
-        *(({"rank": 4, "mode": "paper"}, groups, 8) for groups in POWERSGD),
+        *(({"rank": rank}, groups, 8) for rank in (1, 2, 4) for groups in POWERSGD),
+        ({"rank": 2, "wire": "fp16"}, 1, 9),
+        ({"rank": 2, "mode": "square"}, 3, 14),
+        *(({"rank": 4, "mode": "paper"}, groups, 10) for groups in POWERSGD),
         # the factors of each shape are joined, on two sides of two products
-        *(({"rank": 1, "num_iters_per_step": 2}, groups, 9 + 4 * groups) for groups in POWERSGD),
+        *(({"rank": 1, "num_iters_per_step": 2}, groups, 13 + 4 * groups) for groups in POWERSGD),
     ],
 )
 def test_launches_of_all_half_steps_of_powersgd(

@@ -1,6 +1,6 @@
 """The GPU backend of low-rank products: Triton kernels whose number of launches does not depend on the matrices.
 
-Launches: begin_ 2, or 6 with torch's if the bucket is one square matrix; project 2; orthonormal 1; outer 1. One of
+Launches: begin_ 2, or 6 with torch's if the bucket is one square matrix; project 2; orthonormal 3; outer 1. One of
 torch's copies factors that do not lie in one tensor. Nothing waits for the device.
 
 A program handles a tile of one matrix, or of one uncompressed tensor, and takes 12 bytes of traffic per element in
@@ -12,7 +12,7 @@ from the results of plain torch by rounding, as with any order of a matrix produ
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, chain
+from itertools import chain
 from math import inf
 from typing import Any, no_type_check
 
@@ -65,7 +65,9 @@ from dgc.kernels.selection.triton import (
 
 HEIGHT, WIDTH = 32, 64  # of a tile
 SUMMED, SUMS_WIDTH = 64, 32  # tiles, and elements of a factor, that a program of `gather` adds at a time
-LANES = 2048  # elements of all rows that `orthonormalize` handles at a time
+LANES = 2048  # elements of all rows of a matrix that a program reads for a basis
+FAN = 32  # sums of inner products that one program adds
+LEAST_SHARE = 2.0**-22  # of a row with a direction: what is less is the rounding of fp32, or of inner products
 # Rows of the table of a batch: first element of a factor, and its distances between matrices and between rows
 X, U, W = (tl.constexpr(3 * i) for i in range(3))
 SENT_RANK, RANK, PARTS, FIELDS = (tl.constexpr(9 + i) for i in range(4))
@@ -383,95 +385,257 @@ def expand(
     tl.store(target + at, rounded(value, P).to(P), mask=is_valid)
 
 
-@triton.jit
-@no_type_check
-def candidate(source, stride, i, r, d, lane, key):
-    """Return elements of row i of x, or random numbers in [-1, 1) for i >= r. What is not finite is zero."""
-    if i < r:
-        y = tl.load(source + i * stride + lane, mask=lane < d, other=0.0)
-        y = tl.where((y.to(tl.int32, bitcast=True) & MAGNITUDE) < INFINITE, y, 0.0)
-    else:
-        bits = random_bits(i * d + lane, key, tl.program_id(0)) >> 8
-        y = tl.where(lane < d, bits.to(tl.int32).to(tl.float32) * 2.0**-23 - 1.0, 0.0)
-    return y.to(tl.float64)
+# --- orthonormal bases -----------------------------------------------------------------------------
+#
+# The rows of a matrix X become C X, with coefficients C from the inner products X X^T of the rows: Gram-Schmidt on
+# the coefficients, which is Cholesky's method. Its error grows with 1 / share**2, so it is done twice: C2 (C1 X)
+# has the error of rows that are almost orthonormal. All is fp64, and C1 X is computed again in each launch. A
+# program reads a part of the rows. The sums of all parts are added in one order, FAN programs at a time.
 
 
 @triton.jit
 @no_type_check
-def rows_at(basis, row, done, d, lane):
-    """Return elements of the first `done` rows of a basis."""
-    is_valid = (row < done)[:, None] & (lane < d)[None, :]
-    return tl.load(basis + row.to(tl.int64)[:, None] * d + lane[None, :], mask=is_valid, other=0.0).to(tl.float64)
+def finite_at(source, place, is_valid):
+    """Return elements of x in fp64. What is not finite is zero."""
+    y = tl.load(source + place, mask=is_valid, other=0.0)
+    return tl.where((y.to(tl.int32, bitcast=True) & MAGNITUDE) < INFINITE, y, 0.0).to(tl.float64)
 
 
-@moves("x x", "", lambda a: (a.out.nbytes * (2 * a.ROWS + 8), 8 * a.out.nbytes))
-@triton.jit(do_not_specialize=["n_groups", "steps", "key"])
+@triton.jit
 @no_type_check
-def orthonormalize(
-    x, first_programs, sizes, n_groups, steps, key, seeds, epsilon, out, ROWS: tl.constexpr, LANES: tl.constexpr
+def matrix_of(sizes, group, member):
+    """Return (first element in x, distance between rows, r, d, whether it is `whole`, number of the matrix)."""
+    own = sizes + 9 * group
+    source = tl.load(own) + member * tl.load(own + 1)
+    stride = tl.load(own + 2)
+    r = tl.load(own + 3).to(tl.int32)
+    d = tl.load(own + 4).to(tl.int32)
+    return source, stride, r, d, tl.load(own + 5) > 0, tl.load(own + 8) + member
+
+
+@triton.jit
+@no_type_check
+def rows_of(
+    source,
+    stride,
+    r,
+    d,
+    lane,
+    first,
+    kept,
+    key,
+    q,
+    IS_FIRST: tl.constexpr,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
 ):
-    """One program per matrix: Gram-Schmidt, repeated for each row. Sums and products are fp64.
+    """Return elements of the rows of X, or of C1 X with random numbers in [-1, 1) for the rows from `kept` on.
 
-    sizes: first element in x, distances between matrices and rows there, r, d, whole, first element in out. The
-    rows 0 to r - 1 are the rows of x, and the next r are random. The first r of these that have a share above
-    epsilon are kept. whole: the only row is divided by its length, at least 1e-16. seeds: the key on the device,
-    in the place of `key`, or None.
+    first: the columns of C1.
+    """
+    row = tl.arange(0, ROWS)
+    here = (row < r)[:, None] & (lane < d)[None, :]
+    if IS_FIRST:
+        y = finite_at(source, row.to(tl.int64)[:, None] * stride + lane[None, :], here)
+    else:
+        y = tl.zeros([ROWS, LANES], dtype=tl.float64)
+        for k in range(r):
+            x = finite_at(source, k * stride + lane, lane < d)
+            y += tl.load(first + k * ROWS + row, cache_modifier=".cg")[:, None] * x[None, :]
+        if kept < r:
+            bits = random_bits(row[:, None] * d + lane[None, :], key, q.to(tl.int32)) >> 8
+            noise = bits.to(tl.int32).to(tl.float64) * 2.0**-23 - 1.0
+            y = tl.where(here & (row >= kept)[:, None], noise, y)
+    return y
+
+
+@triton.jit
+@no_type_check
+def coefficients_of(products, r, least_share, is_whole, IS_FIRST: tl.constexpr, ROWS: tl.constexpr):
+    """Return (C by columns, the number of rows that determine a direction) from inner products [ROWS, ROWS]."""
+    row = tl.arange(0, ROWS)
+    on_diagonal = row[:, None] == row[None, :]
+    g = tl.load(products + row[:, None] * ROWS + row[None, :], cache_modifier=".cg")
+    norm = tl.sqrt(tl.sum(tl.where(on_diagonal, g, 0.0), 1))
+    if IS_FIRST:
+        norm = tl.where(is_whole, tl.maximum(norm, 1e-16), norm)
+    inverse = tl.where(norm > 0, 1.0 / tl.where(norm > 0, norm, 1.0), 0.0)
+    g = g * inverse[:, None] * inverse[None, :]
+    c = tl.zeros([ROWS, ROWS], dtype=tl.float64)
+    done = tl.zeros([], dtype=tl.int32)
+    for k in range(r):
+        own = tl.where(row == k, 1.0, 0.0).to(tl.float64)
+        for _ in range(2):
+            dots = tl.sum(c * tl.sum(g * own[None, :], 1)[None, :], 1)
+            own -= tl.sum(c * dots[:, None], 0)
+        share = tl.sqrt(tl.maximum(tl.sum(own * tl.sum(g * own[None, :], 1), 0), 0.0))
+        has_direction = share > least_share
+        scaled = own * tl.where(has_direction, 1.0 / tl.where(has_direction, share, 1.0), 0.0)
+        c = tl.where((row == tl.where(has_direction, done, ROWS))[:, None], scaled[None, :], c)
+        done += has_direction.to(tl.int32)
+    c = c * inverse[None, :]
+    if is_whole:  # divided by its length, and no more
+        if IS_FIRST:
+            c = tl.where(on_diagonal, inverse[:, None], 0.0)
+        else:
+            c = tl.where(on_diagonal, 1.0, 0.0).to(tl.float64)
+        done = r
+    return tl.trans(c), done
+
+
+def bytes_of_bases(a: Any) -> tuple[int, int]:
+    """Return what is read and written besides: rows, which begin and end within sectors, and coefficients."""
+    rows = a.programs * a.ROWS * (4 * a.LANES + 2 * SECTOR)
+    return rows + 2 * a.programs * a.ROWS * max(8 * a.ROWS, SECTOR), 3 * a.coefficients.nbytes
+
+
+def read_by_inner_products(a: Any) -> int:
+    """Return the most bytes that a program reads: rows, coefficients, sums on each level, and all products."""
+    level = 8 * a.FAN * a.OWN * a.ROWS
+    return 4 * a.ROWS * a.LANES + 16 * a.ROWS**2 + level * a.levels
+
+
+SIZES_OF_BASES = ["n_groups", "steps", "key"]
+
+
+@moves("slots", "slots products", bytes_of_bases, read_by_inner_products)
+@triton.jit(do_not_specialize=[*SIZES_OF_BASES, "levels"])
+@no_type_check
+def inner_products(
+    x,
+    first_programs,
+    sizes,
+    n_groups,
+    steps,
+    levels,
+    key,
+    seeds,
+    least_share,
+    slots,
+    arrived,
+    products,
+    first,
+    coefficients,
+    kept,
+    ROWS: tl.constexpr,
+    OWN: tl.constexpr,
+    LANES: tl.constexpr,
+    FAN: tl.constexpr,
+    IS_FIRST: tl.constexpr,
+):
+    """Find the coefficients of a basis for the rows of X, or of C1 X.
+
+    A program multiplies OWN rows with all rows, LANES elements of each. The last one to arrive adds the sums of
+    FAN programs, and so on, `levels` times at most, and the last one of a matrix writes its coefficients.
+
+    sizes: first element in x, distances between matrices and rows there, r, d, whole, first slot, first counter,
+    first matrix. seeds: the key on the device, in the place of `key`, or None. least_share: largest share of a row
+    without a direction. kept: the number of rows that have one.
     """
     if seeds is not None:
         key = tl.load(seeds).to(tl.int32)
     p = tl.program_id(0)
     group = interval_of(first_programs, n_groups, steps, p)
-    own = sizes + 7 * group
-    member = p - tl.load(first_programs + group)
-    source = x + tl.load(own) + member * tl.load(own + 1)
-    stride = tl.load(own + 2)
-    r = tl.load(own + 3).to(tl.int32)
+    blocks: tl.constexpr = ROWS // OWN
+    own = sizes + 9 * group
     d = tl.load(own + 4).to(tl.int32)
-    basis = out + tl.load(own + 6) + member * r * d
-    least = tl.where(tl.load(own + 5) > 0, 1e-16, 0.0).to(tl.float64)
-    lane = tl.arange(0, LANES)
+    programs = (d + LANES - 1) // LANES
+    place = p - tl.load(first_programs + group).to(tl.int32)
+    part = place % programs
+    block = place // programs % blocks
+    member = place // programs // blocks
+    source, stride, r, d, is_whole, q = matrix_of(sizes, group, member)
+    lane = part * LANES + tl.arange(0, LANES)
     row = tl.arange(0, ROWS)
-    done = 0
-    for i in range(2 * r):
-        if done < r:
-            target = basis + done * d
-            square = tl.zeros([], dtype=tl.float64)
-            for c in range(0, d, LANES):
-                y = candidate(source, stride, i, r, d, c + lane, key)
-                square += tl.sum(y * y, 0)
-            norm = tl.maximum(tl.sqrt(square), least)
-            scale = tl.where(norm > 0, 1.0 / tl.where(norm > 0, norm, 1.0), 0.0)
-            for c in range(0, d, LANES):
-                y = candidate(source, stride, i, r, d, c + lane, key) * scale
-                tl.store(target + c + lane, y.to(tl.float32), mask=c + lane < d)
-            share = tl.where(norm > 0, 1.0, 0.0).to(tl.float64)
-            if done > 0:
-                for _ in range(2):
-                    tl.debug_barrier()  # other threads have written these elements
-                    dots = tl.zeros([ROWS, LANES], dtype=tl.float64)
-                    for c in range(0, d, LANES):
-                        q = rows_at(basis, row, done, d, c + lane)
-                        y = tl.load(target + c + lane, mask=c + lane < d, other=0.0).to(tl.float64)
-                        dots += q * y[None, :]
-                    dot = tl.sum(dots, 1)
-                    tl.debug_barrier()
-                    square = tl.zeros([], dtype=tl.float64)
-                    for c in range(0, d, LANES):
-                        q = rows_at(basis, row, done, d, c + lane)
-                        y = tl.load(target + c + lane, mask=c + lane < d, other=0.0).to(tl.float64)
-                        y -= tl.sum(q * dot[:, None], 0)
-                        square += tl.sum(y * y, 0)
-                        tl.debug_barrier()
-                        tl.store(target + c + lane, y.to(tl.float32), mask=c + lane < d)
-                share = tl.sqrt(square)
-                tl.debug_barrier()
-                scale = tl.where(share > 0, 1.0 / tl.where(share > 0, share, 1.0), 0.0)
-                for c in range(0, d, LANES):
-                    y = tl.load(target + c + lane, mask=c + lane < d, other=0.0).to(tl.float64) * scale
-                    tl.debug_barrier()
-                    tl.store(target + c + lane, y.to(tl.float32), mask=c + lane < d)
-            if (share > tl.where(i < r, epsilon, 0.0)) | (least > 0):
-                done += 1
+    known = r
+    if not IS_FIRST:
+        known = tl.load(kept + q)
+    y = rows_of(x + source, stride, r, d, lane, first + q * ROWS * ROWS, known, key, q, IS_FIRST, ROWS, LANES)
+    one = tl.arange(0, OWN)
+    found = tl.zeros([OWN, ROWS], dtype=tl.float64)
+    for i in tl.static_range(OWN):
+        of_row = tl.sum(tl.where((row == block * OWN + i)[:, None], y, 0.0), 0)
+        dots = tl.sum(y * of_row[None, :], 1)
+        found = tl.where((one == i)[:, None], dots[None, :], found)
+    at = one[:, None] * ROWS + row[None, :]
+    above, n_slots, n_counters = programs, 0, 0  # of one block of rows
+    for _ in range(levels):
+        if above > 1:
+            n_slots += above
+            above = (above + FAN - 1) // FAN
+            n_counters += above
+    number = member * blocks + block
+    slot = slots + tl.load(own + 6) + (number * n_slots).to(tl.int64) * (OWN * ROWS)
+    counter = arrived + tl.load(own + 7) + member + number * n_counters
+    is_last = part >= 0
+    for _ in range(levels):
+        if is_last & (programs > 1):
+            tl.store(slot + part * (OWN * ROWS) + at, found)
+            part = part // FAN
+            first_part = part * FAN
+            is_last = arrive(counter + part) == tl.minimum(programs - first_part, FAN) - 1
+            if is_last:
+                tl.store(counter + part, 0)
+                found = tl.zeros([OWN, ROWS], dtype=tl.float64)
+                for other in range(first_part, tl.minimum(first_part + FAN, programs)):
+                    # not from this multiprocessor's cache
+                    found += tl.load(slot + other * (OWN * ROWS) + at, cache_modifier=".cg")
+                slot += programs * (OWN * ROWS)
+                programs = (programs + FAN - 1) // FAN
+                counter += programs
+    if is_last:
+        all_products = products + q * ROWS * ROWS
+        tl.store(all_products + block * (OWN * ROWS) + at, found)
+        end = arrived + tl.load(own + 7) + (member + 1) * (1 + blocks * n_counters) - 1
+        if arrive(end) == blocks - 1:
+            tl.store(end, 0)
+            tl.debug_barrier()
+            c, done = coefficients_of(all_products, r, least_share, is_whole, IS_FIRST, ROWS)
+            tl.store(coefficients + q * ROWS * ROWS + row[:, None] * ROWS + row[None, :], c)
+            if IS_FIRST:
+                tl.store(kept + q, done)
+
+
+@moves("", "out", bytes_of_bases, lambda a: 4 * a.ROWS * a.LANES + 16 * a.ROWS**2)
+@triton.jit(do_not_specialize=SIZES_OF_BASES)
+@no_type_check
+def write_bases(
+    x,
+    first_programs,
+    sizes,
+    n_groups,
+    steps,
+    key,
+    seeds,
+    first,
+    coefficients,
+    kept,
+    begins,
+    out,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Write C2 C1 X. begins: first element in out, of each group. Others as in `inner_products`."""
+    if seeds is not None:
+        key = tl.load(seeds).to(tl.int32)
+    p = tl.program_id(0)
+    group = interval_of(first_programs, n_groups, steps, p)
+    d = tl.load(sizes + 9 * group + 4).to(tl.int32)
+    programs = (d + LANES - 1) // LANES
+    place = p - tl.load(first_programs + group).to(tl.int32)
+    member = place // programs
+    source, stride, r, d, is_whole, q = matrix_of(sizes, group, member)
+    lane = place % programs * LANES + tl.arange(0, LANES)
+    row = tl.arange(0, ROWS)
+    known = tl.load(kept + q)
+    y = rows_of(x + source, stride, r, d, lane, first + q * ROWS * ROWS, known, key, q, False, ROWS, LANES)
+    basis = tl.zeros([ROWS, LANES], dtype=tl.float64)
+    for k in range(r):
+        of_row = tl.sum(tl.where((row == k)[:, None], y, 0.0), 0)
+        basis += tl.load(coefficients + q * ROWS * ROWS + k * ROWS + row)[:, None] * of_row[None, :]
+    target = out + tl.load(begins + group) + (member * r).to(tl.int64) * d
+    here = (row < r)[:, None] & (lane < d)[None, :]
+    tl.store(target + row.to(tl.int64)[:, None] * d + lane[None, :], basis.to(tl.float32), mask=here)
 
 
 @dataclass(frozen=True, eq=False)
@@ -593,6 +757,54 @@ def plan_sums(batches: tuple[tuple[int, int, int], ...]) -> SumPlan:
     return SumPlan(tuple(starts), tuple(table), most, partial, slots, counters)
 
 
+@dataclass(frozen=True)
+class BasisPlan:
+    """How bases are found.
+
+    Attributes:
+        first_programs, first_parts: Of `inner_products` and `write_bases`, by batch, and their numbers.
+        table: `sizes` of `inner_products`.
+        rows, own, lanes: Rows of a matrix, at most; rows that a program multiplies with all, and elements of each.
+        levels: How often sums of several programs are added.
+        slots, counters, matrices: The numbers of programs' sums, of counters and of matrices.
+    """
+
+    first_programs: tuple[int, ...]
+    first_parts: tuple[int, ...]
+    table: tuple[int, ...]
+    rows: int
+    own: int
+    lanes: int
+    levels: int
+    slots: int
+    counters: int
+    matrices: int
+
+
+@lru_cache(maxsize=1024)
+def plan_bases(batches: tuple[tuple[int, ...], ...]) -> BasisPlan:
+    """batches: matrices, r, d, place in x, whole."""
+    rows = triton.next_power_of_2(max(batch[1] for batch in batches))
+    own = max(1, min(rows, 32 // rows))
+    lanes = max(64, min(LANES // rows, triton.next_power_of_2(max(batch[2] for batch in batches))))
+    starts, parts, table, most = [0], [0], list[int](), 0
+    slots = counters = matrices = 0
+    for members, r, d, *place, whole in batches:
+        programs, levels = -(-d // lanes), 0
+        table += [*place, r, d, whole, slots, counters, matrices]
+        blocks_of_rows = members * rows // own
+        starts.append(starts[-1] + blocks_of_rows * programs)
+        parts.append(parts[-1] + members * programs)
+        matrices, counters = matrices + members, counters + members
+        while programs > 1:
+            slots += blocks_of_rows * programs * own * rows
+            programs = -(-programs // FAN)
+            counters += blocks_of_rows * programs
+            levels += 1
+        most = max(most, levels)
+    return BasisPlan(tuple(starts), tuple(parts), tuple(table), rows, own, lanes, most, slots, counters, matrices)
+
+
 @dataclass(frozen=True, eq=False)
 class Partial:
     """Sums per tile, for `gather`, room for the sums of programs, and the places of unusable elements."""
@@ -655,20 +867,27 @@ class TritonLowRank(LowRank):
         given = [x.reshape(1, 1, -1) if one else x for x, one in zip(xs, alone, strict=True)]
         x, places = in_one(given)
         out, bases = consecutive(shapes, x.device)
-        begins = map(Tensor.storage_offset, bases)
-        sizes = [
-            (*place, *part.shape[1:], int(one), begin)
-            for place, part, one, begin in zip(places, given, alone, begins, strict=True)
-        ]
-        counts = [part.shape[0] for part in given]
-        programs = on_device((0, *accumulate(counts)), torch.int64, x.device)
-        table = on_device(tuple(chain.from_iterable(sizes)), torch.int64, x.device)
-        rows = triton.next_power_of_2(max(r for _, r, _ in shapes))
-        lanes = max(64, min(LANES // rows, triton.next_power_of_2(max(d for *_, d in shapes))))
+        begins = tuple(map(int, map(Tensor.storage_offset, bases)))
+        plan = plan_bases(
+            tuple((*part.shape, *place, int(one)) for part, place, one in zip(given, places, alone, strict=True))
+        )
+        device, rows = x.device, plan.rows
+        wide = torch.empty(plan.slots + 3 * plan.matrices * rows * rows, dtype=torch.float64, device=device)
+        slots, products, first, second = wide.split([plan.slots, *[plan.matrices * rows * rows] * 3])
+        kept = torch.empty(plan.matrices, dtype=torch.int32, device=device)
+        table = on_device(plan.table, torch.int64, device)
         slot, signed = seed_slot(key), key - (key >> 31 << 32)
         random = (signed, None) if slot is None else (0, slot)
-        work = (x, programs, table, len(xs), len(xs).bit_length(), *random, epsilon, out, rows, lanes)
-        self._launch(orthonormalize, x, sum(counts), *work)
+        groups = (table, len(xs), len(xs).bit_length())
+        programs = on_device(plan.first_programs, torch.int64, device)
+        zeros, variant = zeros_on(device, plan.counters), (rows, plan.own, plan.lanes, FAN)
+        where = (x, programs, *groups, plan.levels, *random)
+        for share, found, is_first in ((max(epsilon, LEAST_SHARE), first, True), (0.0, second, False)):
+            work = (share, slots, zeros, products, first, found, kept, *variant, is_first)
+            self._launch(inner_products, x, plan.first_programs[-1], *where, *work)
+        parts, starts = (on_device(values, torch.int64, device) for values in (plan.first_parts, begins))
+        result = (first, second, kept, starts, out, rows, plan.lanes)
+        self._launch(write_bases, x, plan.first_parts[-1], x, parts, *groups, *random, *result)
         return bases
 
     def outer(
