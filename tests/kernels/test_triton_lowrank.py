@@ -114,14 +114,12 @@ def test_the_pieces_of_a_square_may_have_any_length(ours: Any) -> None:
 
 
 @pytest.fixture
-def small_programs(monkeypatch: pytest.MonkeyPatch) -> Any:
+def small_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs of `gather` that add few tiles, and find few unusable elements."""
     monkeypatch.setattr("dgc.kernels.lowrank.triton.SUMMED", 2)
     for module in ("launch", "lowrank.triton"):
         monkeypatch.setattr(f"dgc.kernels.{module}.BLOCK", 16)
-    plan_sums.cache_clear()
-    yield
-    plan_sums.cache_clear()
+    monkeypatch.setattr("dgc.kernels.lowrank.triton.plan_sums", plan_sums.__wrapped__)
 
 
 @pytest.mark.parametrize("even", [True, False])
@@ -257,8 +255,8 @@ def test_bases_of_many_parts_do_not_depend_on_the_order_of_programs(
     """On several levels, also where rows are random. Programs leave the zeros that they share."""
     monkeypatch.setattr("dgc.kernels.lowrank.triton.LANES", 64)
     monkeypatch.setattr("dgc.kernels.lowrank.triton.FAN", 2)
-    plan_bases.cache_clear()
-    xs, expected = [normal(2, 3, 700), normal(1, 16, 130), normal(1, 1, 64), rows_without_a_direction()], None
+    monkeypatch.setattr("dgc.kernels.lowrank.triton.plan_bases", plan_bases.__wrapped__)
+    xs, expected = [normal(1, 3, 300), normal(1, 8, 130), normal(1, 1, 64), rows_without_a_direction()], None
     for order in (range, *ORDERS):
         monkeypatch.setattr("triton.runtime.interpreter.range", order, raising=False)
         found = ours.orthonormal(xs, False, 1e-6, 3)
@@ -267,7 +265,6 @@ def test_bases_of_many_parts_do_not_depend_on_the_order_of_programs(
         assert not zeros_on(torch.device(DEVICE), 1 << 10).any()
         assert expected is None or all(map(same, found, expected))
         expected = found
-    plan_bases.cache_clear()
 
 
 @pytest.fixture
