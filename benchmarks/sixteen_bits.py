@@ -14,7 +14,7 @@ The time of a step is the largest over the ranks, from a barrier to the end of b
 the difference to the mean in fp64, divided by the norm of that mean.
 
 The last rows have the network alone, with the bytes of all parameters in 16 bits at one time: the all-reduce of
-torch's hook, the two rounds of ours, and Gloo's own all-to-all in place of the messages of `exchange_parts`.
+torch's hook, the two rounds of ours, and Gloo's own collectives in place of the messages of `exchange_parts`.
 `wire` is the time that a host's link needs for the bytes: for 2 (N - 1) / N of them in an all-reduce, half of it
 in a round.
 """
@@ -61,11 +61,16 @@ def rounds_of_network(numel: int, rank: int, size: int) -> dict[str, Callable[[]
         for message in exchange_parts(arrived.unbind(), sent.unbind(), group, tag=0):
             message.wait()
 
+    def all_gather() -> None:
+        for message in exchange_parts(arrived.unbind(), [sent[rank]] * size, group, tag=1):
+            message.wait()
+
     return {
         "all-reduce, bf16": lambda: dist.all_reduce(halves),
         "all-to-all": all_to_all,
         "all-to-all of Gloo": lambda: dist.all_to_all_single(arrived.view(-1), sent.view(-1)),
-        "all-gather": lambda: dist.all_gather_single(arrived.view(-1), sent[rank]),
+        "all-gather": all_gather,
+        "all-gather of Gloo": lambda: dist.all_gather_single(arrived.view(-1), sent[rank]),
     }
 
 

@@ -10,7 +10,9 @@ not. `poll` therefore returns True at once, and all rounds follow the order of t
 A Gloo message is known to be complete only when a call that waits for it returns. Threads wait (`WaitingThreads`),
 so that other threads can ask whether a message is complete.
 
-An all-to-all over Gloo is one message from each rank to each other one (`exchange_parts`).
+An all-gather or all-to-all over Gloo is one message from each rank to each other one (`exchange_parts`). All use
+the connections of the default communicator, where data is sent in the order of the requests. On connections of
+their own, the means of the first buckets would share a link with the gradients of later ones and delay these.
 """
 
 import atexit
@@ -238,9 +240,14 @@ class TorchTransport(GroupedTransport):
             case AllReduce(_, op):
                 work = group.allreduce([tensor], _OPS[op])  # not dist.all_reduce, which takes twice the time
             case AllGather():
-                output = tensor.new_empty(len(members) * tensor.numel()) if request.into is None else request.into
-                work = getattr(group, _ALL_GATHER)(output, tensor)
-                output = output.view(len(members), tensor.numel()).unbind()
+                gathered = (
+                    tensor.new_empty(len(members) * tensor.numel()) if request.into is None else request.into
+                )
+                output = gathered.view(len(members), tensor.numel()).unbind()
+                if tensor.is_cuda:
+                    work = getattr(group, _ALL_GATHER)(gathered, tensor)
+                else:
+                    work = self._exchange_parts(name, output, [tensor] * len(members), request.group)
             case ReduceScatter(_, op):
                 output = tensor.new_empty(tensor.numel() // len(members))
                 work = _reduce_scatter(output, tensor, _OPS[op], group, async_op=True)
@@ -253,11 +260,17 @@ class TorchTransport(GroupedTransport):
                     counts = list(request.expected), list(splits)
                     work = dist.all_to_all_single(received, tensor, *counts, group, async_op=True)
                 else:
-                    messages = exchange_parts(output, tensor.split(splits), group, self._tags.of(name))
-                    work = self._threads.wait_for(Together(messages), group=group)
+                    work = self._exchange_parts(name, output, tensor.split(splits), request.group)
             case _:
                 assert_never(request)
         return [work], output
+
+    def _exchange_parts(
+        self, name: str, arrived: Sequence[Tensor], parts: Sequence[Tensor], kind: Group
+    ) -> Future[None]:
+        group = self._communicators["", kind]
+        messages = exchange_parts(arrived, parts, group, self._tags.of(name))
+        return self._threads.wait_for(Together(messages), group=group)
 
     def _start_exchange(self, name: str, request: Exchange) -> tuple[list[Any], Reply]:
         """Messages are matched by name (the tag) and, under one name, in the order of sending."""

@@ -16,6 +16,7 @@ from environment import patient
 from optim.nets import dgc, dgc_sgd, wrap
 from parallel.found import digest, told
 from parallel.ranks import Group, alone, each_rank_of, horovodrun, mpirun, over, torchrun
+from torch import Tensor
 
 from dgc import comm, contrib, kernels, paper
 from dgc import compression as methods
@@ -67,17 +68,35 @@ def test_parts_of_an_all_to_all_may_be_empty(transport: Any) -> None:
     assert [part.tolist() for part in parts] == [[float(r)] * receives[r] for r in range(size)]
 
 
+def to_all(own: Tensor, size: int) -> comm.AllToAll:
+    return comm.AllToAll(own.repeat(size), (len(own),) * size)
+
+
+def gather(own: Tensor, size: int) -> comm.AllGather:
+    return comm.AllGather(own)
+
+
+@pytest.mark.parametrize("request_of", [to_all, gather])
 @each_rank_of(over(torchrun, 3))
-def test_all_to_alls_of_torch_are_matched_by_name(transport: Any) -> None:
+def test_messages_of_torch_are_matched_by_name(transport: Any, request_of: Any) -> None:
     rank, size = transport.rank, transport.size
-    own = {name: torch.full((size,), 10.0 * number + rank) for number, name in enumerate(("first", "second"))}
+    own = {name: torch.full((1,), 10.0 * number + rank) for number, name in enumerate(("first", "second"))}
     works = {
-        name: transport.launch(name, (comm.AllToAll(own[name], (1,) * size),))
-        for name in (own if rank else reversed(own))
+        name: transport.launch(name, (request_of(own[name], size),)) for name in (own if rank else reversed(own))
     }
     for number, name in enumerate(own):
         (parts,) = transport.wait(works[name])
         assert torch.cat(parts).tolist() == [10.0 * number + r for r in range(size)]
+
+
+@pytest.mark.parametrize("request_of", [to_all, gather])
+@each_rank_of(over(torchrun, 3))
+def test_messages_of_torch_use_the_same_connections_on_all_communicators(transport: Any, request_of: Any) -> None:
+    rank, size = transport.rank, transport.size
+    transport.open_communicator("later")
+    requests = (request_of(torch.full((1,), float(rank)), size),)
+    (parts,) = transport.wait(transport.launch("mean", requests, "later" if rank else ""))
+    assert torch.cat(parts).tolist() == list(range(size))
 
 
 @each_rank_of(over(torchrun, 3))
