@@ -13,7 +13,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -45,7 +45,7 @@ from dgc.comm.transport import GroupedTransport
 
 FRAME = struct.Struct("<8sQ")  # key of a message and its length; then its bytes and SEAL
 SEAL = struct.Struct("<I")  # digest of all of a message
-PART_BYTES = 2**18  # of a message: a part is used while it is in the processor's cache
+PART_BYTES = 2**18  # of a sum: a part is used again while it is in the processor's cache
 SMALL_BYTES = 2**12  # a message of at most this length is sent at once, and not by a thread
 CHUNK = struct.Struct("<II")  # length and digest of a part of a stream
 CHUNK_BYTES = 2**20
@@ -321,11 +321,9 @@ class MeshTransport(GroupedTransport):
                 head, data, known = item
                 connection.sendall(head)
                 if data is not None:
-                    seal = crc32(head)
-                    for part in _parts(data):
-                        seal = digest_of(part, seal) if known is None else known
-                        connection.sendall(part)
-                    connection.sendall(SEAL.pack(seal))
+                    # whole: parts would let the threads take turns with Python's lock
+                    connection.sendall(data)
+                    connection.sendall(SEAL.pack(digest_of(data, crc32(head)) if known is None else known))
                 with self._changed:
                     self._unsent[other] -= 1
                     if self._awaited is None and not self._unsent[other]:
@@ -348,11 +346,9 @@ class MeshTransport(GroupedTransport):
                         free = self._free.get(length)
                         data = free.pop() if free else bytearray(length)
                         place = memoryview(data)
-                seal = crc32(head)
-                for part in _parts(place):
-                    receive_into(connection, part)
-                    seal = digest_of(part, seal)
+                receive_into(connection, place)
                 receive_into(connection, memoryview(tail))
+                seal = digest_of(place, crc32(head))
                 if SEAL.unpack(tail) != (seal,):
                     raise ConnectionError("a message has a wrong checksum: it changed in transit")
                 with self._changed:
@@ -596,11 +592,6 @@ def _memory(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous tensor on a CPU, without a copy."""
     data: Any = as_bytes(tensor.detach()).numpy() if tensor.numel() else b""
     return memoryview(data)
-
-
-def _parts(data: memoryview) -> Iterator[memoryview]:
-    for first in range(0, len(data), PART_BYTES):
-        yield data[first : first + PART_BYTES]
 
 
 def _key(name: str) -> bytes:
