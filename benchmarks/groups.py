@@ -24,6 +24,7 @@ other weights. It loads the state of another rank's group. Bytes and seconds are
 import argparse
 import ctypes
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -138,6 +139,7 @@ def keep_memory() -> None:
 
 def work(settings: dict[str, Any]) -> dict[str, Any]:
     """What each rank does."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a coordinator ends with its rank
     keep_memory()
     torch.set_num_threads(1)
     transport = connected("torchrun")
