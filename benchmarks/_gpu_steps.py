@@ -45,7 +45,8 @@ from dgc.comm.staging import StagedTransport
 from dgc.comm.torch_distributed import TorchTransport
 from dgc.core.bucket import Bucket, Segment, lay_out
 from dgc.core.graphs import SWITCH, StepGraphs
-from dgc.core.protocol import Compressor, Result, SparseResult, explained, joined
+from dgc.core.protocol import Compressor
+from dgc.core.results import Result, SparseResult, explained, joined
 from dgc.engine.loop import SideStream
 from dgc.engine.state import BucketStates
 from dgc.kernels import Merged, SparseVector

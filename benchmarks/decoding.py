@@ -24,7 +24,7 @@ import dgc.kernels as kernels
 from benchmarks._harness import Table, in_turns, middle, options, print_json, ratio
 from benchmarks.step_overhead import Gradients, plan_buckets, resnet50
 from dgc.core.bucket import Bucket, Segment
-from dgc.core.protocol import SparseResult
+from dgc.core.results import SparseResult
 from dgc.kernels import SparseVector
 from dgc.kernels.payload.native import NativeMeanDecoder
 from dgc.sparse.compressor import INDICES, VALUES

@@ -37,7 +37,8 @@ from dgc.comm import Transport
 from dgc.comm.meter import TrafficMeter, all_reduce_wire_bytes
 from dgc.comm.requests import Conversation
 from dgc.core.bucket import Bucket
-from dgc.core.protocol import Compressor, DenseResult, Reduced, StatelessCompressor
+from dgc.core.protocol import Compressor, StatelessCompressor
+from dgc.core.results import DenseResult, Reduced
 from dgc.core.state import State, zeros
 from dgc.kernels import PassInputs
 from dgc.optim import DGCSGD, DistributedOptimizer, LocalOptimizer

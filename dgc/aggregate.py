@@ -36,7 +36,8 @@ from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
 from dgc.core.bucket import check_real
 from dgc.core.dense import DenseCompressor
-from dgc.core.protocol import Compressor, NonFiniteGradientError
+from dgc.core.protocol import Compressor
+from dgc.core.results import NonFiniteGradientError
 from dgc.engine.exchange import ExchangeSettings, GradientExchange, plan_gradients
 from dgc.engine.options import check_has_values
 from dgc.engine.steps import AwaitedStep

@@ -8,15 +8,8 @@ from dgc.codes.uniform import BlockwiseCompressor, QSGDCompressor
 from dgc.core.dense import BF16Compressor, DenseCompressor, FP16Compressor
 from dgc.core.ef21 import EF21Compressor
 from dgc.core.error_feedback import ErrorFeedbackCompressor
-from dgc.core.protocol import (
-    Compressor,
-    DenseResult,
-    NonFiniteGradientError,
-    Reduced,
-    Result,
-    SparseResult,
-    StatelessCompressor,
-)
+from dgc.core.protocol import Compressor, StatelessCompressor
+from dgc.core.results import DenseResult, NonFiniteGradientError, Reduced, Result, SparseResult
 from dgc.core.route import Route, Rule
 from dgc.lowrank.powersgd import PowerSGDCompressor
 from dgc.sparse.chunks import ChunkCompressor

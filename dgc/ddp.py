@@ -22,7 +22,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.torch_distributed import connect
 from dgc.comm.transport import Transport
-from dgc.core.protocol import Compressor, DenseResult, ExchangesMomentum, NonFiniteGradientError, Result
+from dgc.core.protocol import Compressor, ExchangesMomentum
+from dgc.core.results import DenseResult, NonFiniteGradientError, Result
 from dgc.core.route import Route
 from dgc.engine.buckets import PlannedBucket
 from dgc.engine.exchange import ExchangeSettings, GradientExchange, plan_gradients

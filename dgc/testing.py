@@ -14,7 +14,8 @@ from torch import Tensor
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.requests import Conversation
 from dgc.core.bucket import Bucket, make_bucket
-from dgc.core.protocol import Compressor, Result, check_means
+from dgc.core.protocol import Compressor
+from dgc.core.results import Result, check_means
 from dgc.core.state import with_tensors
 from dgc.engine.state import BucketStates
 

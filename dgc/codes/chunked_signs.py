@@ -33,13 +33,8 @@ from dgc.core.bucket import Bucket
 from dgc.core.dense import DenseCompressor
 from dgc.core.envelope import envelope_of
 from dgc.core.error_feedback import Codes, join, split
-from dgc.core.protocol import (
-    Compressor,
-    Position,
-    Reduced,
-    Vector,
-    reported,
-)
+from dgc.core.protocol import Compressor, Position, Vector
+from dgc.core.results import Reduced, reported
 from dgc.core.state import zeros
 
 WORD = 32  # elements; the signs of a piece fill whole words

@@ -17,15 +17,8 @@ from dgc.codes.chunked_signs import ChunkedSignsCompressor, ChunkState
 from dgc.comm.requests import Conversation
 from dgc.core.bucket import Bucket
 from dgc.core.dense import for_gradients
-from dgc.core.protocol import (
-    MomentumOwner,
-    Position,
-    Preconditioner,
-    Reduced,
-    StatelessCompressor,
-    Use,
-    Vector,
-)
+from dgc.core.protocol import MomentumOwner, Position, Preconditioner, StatelessCompressor, Use, Vector
+from dgc.core.results import Reduced
 from dgc.core.state import zeros
 from dgc.warn import warn
 

@@ -48,7 +48,8 @@ from dgc.core.arguments import checked
 from dgc.core.bucket import Bucket
 from dgc.core.dense import DenseCompressor, place_of_mean
 from dgc.core.envelope import blank, envelope_of
-from dgc.core.protocol import Compressor, Reduced, Repeats, Vector, reported
+from dgc.core.protocol import Compressor, Repeats, Vector
+from dgc.core.results import Reduced, reported
 from dgc.core.state import State, zeros
 from dgc.kernels import BlockCode
 from dgc.kernels.codes.blocks import SIZES

@@ -16,7 +16,8 @@ from dgc.core.bucket import Bucket
 from dgc.core.clipping import Clipping
 from dgc.core.dense import ClippedCompressor, DenseCompressor, FP16Compressor, clipped
 from dgc.core.error_feedback import AllGatherCompressor, Codes, Mean, join, split_all
-from dgc.core.protocol import Compressor, Position, Reduced, Vector, check_choice
+from dgc.core.protocol import Compressor, Position, Vector, check_choice
+from dgc.core.results import Reduced
 from dgc.core.state import State
 from dgc.core.values import CastValues, ValueFormat
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from dgc.comm.requests import Conversation
 from dgc.core.arguments import NUMBER, WHOLE, checked, require
 from dgc.core.bucket import Bucket
-from dgc.core.protocol import Reduced
+from dgc.core.results import Reduced
 from dgc.core.state import Tables, check_mapping, zeros
 from dgc.lowrank.powersgd import PowerSGDCompressor, PowerSGDState
 

@@ -15,16 +15,8 @@ from dgc.comm.requests import AllReduce, Conversation
 from dgc.core.bucket import Bucket
 from dgc.core.clipping import Clipping
 from dgc.core.envelope import blank, envelope_of, no_segments
-from dgc.core.protocol import (
-    Compressor,
-    DenseResult,
-    Reduced,
-    Result,
-    StatelessCompressor,
-    Vector,
-    check_means,
-    reported,
-)
+from dgc.core.protocol import Compressor, StatelessCompressor, Vector
+from dgc.core.results import DenseResult, Reduced, Result, check_means, reported
 from dgc.core.state import State
 
 

@@ -26,7 +26,8 @@ from dgc.comm.requests import Conversation
 from dgc.core.arguments import NUMBER, checked, require
 from dgc.core.bucket import Bucket, Segment
 from dgc.core.dense import DenseCompressor
-from dgc.core.protocol import Compressor, DenseResult, Reduced, Run, Vector
+from dgc.core.protocol import Compressor, Run, Vector
+from dgc.core.results import DenseResult, Reduced
 from dgc.core.state import State, Tables, zeros
 from dgc.kernels.selection import usable
 

@@ -154,7 +154,7 @@ class Envelope:
         terms: Ratio and form, which must be the same on every rank.
 
     The methods return, besides what arrives, the `Flags` of all ranks, which belong into the result of the step
-    (`dgc.core.protocol.reported`). A payload that is damaged, or was sealed with other terms, is a PayloadError:
+    (`dgc.core.results.reported`). A payload that is damaged, or was sealed with other terms, is a PayloadError:
     at once on a CPU, and at the end of the step on a device.
 
     `first_nonfinite` is the index of the gradient's first non-finite element, or bounds[-1] if there is none.

@@ -15,16 +15,8 @@ from dgc.core.arguments import checked
 from dgc.core.bucket import Bucket
 from dgc.core.dense import DenseCompressor, place_of_mean
 from dgc.core.envelope import Envelope, Flags, envelope_of
-from dgc.core.protocol import (
-    Compressor,
-    DenseResult,
-    Position,
-    Reduced,
-    Repeats,
-    Vector,
-    reported,
-    reported_mean,
-)
+from dgc.core.protocol import Compressor, Position, Repeats, Vector
+from dgc.core.results import DenseResult, Reduced, reported, reported_mean
 from dgc.core.state import State, zeros
 
 Codes = UInt8[Tensor, "nbytes"]

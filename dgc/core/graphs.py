@@ -32,7 +32,8 @@ from torch import Tensor
 
 from dgc.comm.requests import AllGather, AllToAll, Conversation, Read, Reply, Request
 from dgc.core.bucket import Bucket
-from dgc.core.protocol import Compressor, Reduced, Repeats
+from dgc.core.protocol import Compressor, Repeats
+from dgc.core.results import Reduced
 from dgc.core.state import State
 from dgc.kernels.launch import Recorder, recording
 from dgc.warn import warn

@@ -13,7 +13,8 @@ from dgc.comm.collectives import all_gather_object
 from dgc.comm.transport import Transport
 from dgc.core.arguments import NUMBER, require
 from dgc.core.bucket import Bucket, Segment, as_real, lay_out, make_bucket
-from dgc.core.protocol import Compressor, SparseResult
+from dgc.core.protocol import Compressor
+from dgc.core.results import SparseResult
 from dgc.engine.state import BucketStates
 from dgc.warn import warn
 

@@ -45,15 +45,8 @@ from dgc.comm.transport import Transport
 from dgc.core.bucket import Bucket, Segment, divide
 from dgc.core.envelope import PayloadError, open_numbers, seal_numbers
 from dgc.core.momentum import MomentumCorrection
-from dgc.core.protocol import (
-    Compressor,
-    DenseResult,
-    Reduced,
-    Run,
-    StatelessCompressor,
-    check_means,
-    nonfinite_message,
-)
+from dgc.core.protocol import Compressor, Run, StatelessCompressor
+from dgc.core.results import DenseResult, Reduced, check_means, nonfinite_message
 from dgc.core.state import State, Tables
 from dgc.engine.buckets import PlannedBucket, keep_states, replace_compressors
 from dgc.engine.options import check_can_send

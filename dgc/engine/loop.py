@@ -42,7 +42,7 @@ from dgc.comm.meter import TrafficMeter
 from dgc.comm.requests import is_on_host
 from dgc.comm.staging import HostCopy
 from dgc.comm.transport import Transport
-from dgc.core.protocol import DenseResult, Report, Result, check_means, explained, joined
+from dgc.core.results import DenseResult, Report, Result, check_means, explained, joined
 from dgc.engine.buckets import PlannedBucket
 from dgc.engine.drops import is_used
 from dgc.engine.steps import check_not_running

@@ -22,7 +22,8 @@ from dgc.comm.transport import Transport
 from dgc.core.arguments import FLAG, NUMBER, WHOLE, checked, require
 from dgc.core.bucket import Bucket, local_part
 from dgc.core.graphs import StepGraphs, graphs_of
-from dgc.core.protocol import Compressor, MomentumOwner, Reduced, Result
+from dgc.core.protocol import Compressor, MomentumOwner
+from dgc.core.results import Reduced, Result
 from dgc.core.state import State, Tables, check_count, check_mapping
 from dgc.engine.drops import DropPolicy
 from dgc.warn import warn

@@ -48,7 +48,8 @@ from dgc.comm.torch_distributed import close, connect
 from dgc.comm.transport import CrossMachineTransport, Groups, Transport
 from dgc.core.bucket import Bucket, Segment, check_real, lay_out, local_part
 from dgc.core.dense import DenseCompressor, HorovodCompression
-from dgc.core.protocol import Compressor, ExchangesMomentum, NonFiniteGradientError
+from dgc.core.protocol import Compressor, ExchangesMomentum
+from dgc.core.results import NonFiniteGradientError
 from dgc.core.route import Route
 from dgc.core.state import check_mapping
 from dgc.engine.agreement import checksum

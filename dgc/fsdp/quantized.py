@@ -59,7 +59,7 @@ from dgc.comm.torch_distributed import connect, exchange_parts
 from dgc.core.arguments import WHOLE, require
 from dgc.core.bucket import local_part
 from dgc.core.envelope import Unchecked, blank, envelope, values_of
-from dgc.core.protocol import NonFiniteGradientError
+from dgc.core.results import NonFiniteGradientError
 from dgc.core.state import check_mapping, check_tensor
 from dgc.engine.drops import DropPolicy, check_nonfinite
 from dgc.engine.loop import LossScale

@@ -39,17 +39,8 @@ from dgc.core.arguments import checked
 from dgc.core.bucket import Bucket, Segment
 from dgc.core.dense import DenseCompressor
 from dgc.core.envelope import Envelope, Flags, count_of, envelope_of
-from dgc.core.protocol import (
-    Compressor,
-    DenseResult,
-    Reduced,
-    Repeats,
-    Report,
-    Use,
-    check_choice,
-    first_nonfinite_message,
-    overflow_message,
-)
+from dgc.core.protocol import Compressor, Repeats, Use, check_choice
+from dgc.core.results import DenseResult, Reduced, Report, first_nonfinite_message, overflow_message
 from dgc.core.state import State, Tables, check_tensor, flat_from, largest_count, parts_of, zeros
 from dgc.core.values import CastValues
 from dgc.kernels.lowrank import Cast, SentUpdate, consecutive

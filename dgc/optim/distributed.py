@@ -24,7 +24,8 @@ from dgc.comm.connect import default_transport, process_set_transport
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import Transport
 from dgc.core.dense import HorovodCompression
-from dgc.core.protocol import Compressor, NonFiniteGradientError, Result, SparseResult
+from dgc.core.protocol import Compressor
+from dgc.core.results import NonFiniteGradientError, Result, SparseResult
 from dgc.core.route import Route
 from dgc.engine.buckets import PlannedBucket, SparseUpdate
 from dgc.engine.exchange import ExchangeSettings, GradientExchange, plan_gradients

@@ -18,7 +18,7 @@ from dgc.comm.conversation import Intact, without_autocast
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.transport import CrossMachineTransport, Transport
 from dgc.core.bucket import local_part
-from dgc.core.protocol import NonFiniteGradientError
+from dgc.core.results import NonFiniteGradientError
 from dgc.core.state import with_tensors
 from dgc.engine.agreement import check_settings, checksum
 from dgc.engine.buckets import check_equal_plans

@@ -27,7 +27,8 @@ from torch import Tensor
 from dgc.comm.requests import AllGather, Conversation
 from dgc.core.bucket import Bucket, Segment
 from dgc.core.dense import DenseCompressor
-from dgc.core.protocol import MomentumCorrection, Reduced
+from dgc.core.protocol import MomentumCorrection
+from dgc.core.results import Reduced
 from dgc.core.state import State
 from dgc.paper.feedback import ErrorFeedback, gradient_of, parts_of, result_of, sparse_sum
 

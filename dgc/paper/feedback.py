@@ -8,7 +8,8 @@ from jaxtyping import Float32, Int64, Shaped
 from torch import Tensor
 
 from dgc.core.bucket import Bucket
-from dgc.core.protocol import Compressor, DenseResult, MomentumCorrection, first_nonfinite_message
+from dgc.core.protocol import Compressor, MomentumCorrection
+from dgc.core.results import DenseResult, first_nonfinite_message
 from dgc.core.state import State, zeros
 
 

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from dgc.comm.requests import AllGather, Conversation
 from dgc.core.bucket import Bucket
-from dgc.core.protocol import Reduced
+from dgc.core.results import Reduced
 from dgc.core.state import State
 from dgc.paper.feedback import ErrorFeedback, gradient_of, parts_of, result_of, sparse_sum
 

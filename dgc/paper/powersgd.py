@@ -20,7 +20,8 @@ from torch import Tensor
 
 from dgc.comm.requests import AllReduce, Conversation
 from dgc.core.bucket import Bucket
-from dgc.core.protocol import Compressor, DenseResult, Reduced
+from dgc.core.protocol import Compressor
+from dgc.core.results import DenseResult, Reduced
 from dgc.core.state import State
 
 Draw = Callable[[str, int, int, int], Tensor]  # of name, t, m and r: a random Q [m, r], the same on all workers

@@ -33,14 +33,8 @@ from dgc.comm.requests import AllReduce, Conversation, read
 from dgc.core.arguments import WHOLE, require
 from dgc.core.bucket import Bucket
 from dgc.core.envelope import Flags
-from dgc.core.protocol import (
-    DenseResult,
-    Reduced,
-    SparseResult,
-    check_choice,
-    first_nonfinite_message,
-    sparse_overflow_message,
-)
+from dgc.core.protocol import check_choice
+from dgc.core.results import DenseResult, Reduced, SparseResult, first_nonfinite_message, sparse_overflow_message
 from dgc.kernels import Merged, SparseVector
 from dgc.sparse.compressor import SparseCompressor
 from dgc.sparse.memories import Memory, SparseState

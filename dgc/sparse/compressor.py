@@ -36,17 +36,8 @@ from dgc.core.bucket import Bucket, Segment, named_pairs
 from dgc.core.dense import DenseCompressor
 from dgc.core.envelope import sealed_bytes
 from dgc.core.momentum import MomentumCorrection
-from dgc.core.protocol import (
-    Compressor,
-    Position,
-    Reduced,
-    Repeats,
-    Run,
-    Use,
-    check_choice,
-    fraction_of,
-    reported,
-)
+from dgc.core.protocol import Compressor, Position, Repeats, Run, Use, check_choice, fraction_of
+from dgc.core.results import Reduced, reported
 from dgc.kernels import PassInputs
 from dgc.sparse.memories import DGCSGDMemory, Memory, NoMemory, ResidualMemory, SparseState
 from dgc.sparse.payloads import (

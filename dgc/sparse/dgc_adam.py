@@ -14,7 +14,8 @@ from dgc.comm.requests import Conversation
 from dgc.core.bucket import Bucket
 from dgc.core.dense import for_gradients
 from dgc.core.momentum import MomentumCorrection
-from dgc.core.protocol import MomentumOwner, Preconditioner, Reduced, StatelessCompressor, Use
+from dgc.core.protocol import MomentumOwner, Preconditioner, StatelessCompressor, Use
+from dgc.core.results import Reduced
 from dgc.sparse.compressor import SparseCompressor
 from dgc.sparse.dgc import DGCCompressor
 from dgc.sparse.memories import DGCSGDMemory, SparseState

@@ -27,9 +27,9 @@ from dgc.comm.requests import AllGather, AllToAll, Conversation, read
 from dgc.core.bucket import Bucket
 from dgc.core.dense import place_of_mean
 from dgc.core.envelope import Envelope, Flags
-from dgc.core.protocol import (
+from dgc.core.protocol import Position
+from dgc.core.results import (
     DenseResult,
-    Position,
     Result,
     SparseResult,
     first_nonfinite_message,

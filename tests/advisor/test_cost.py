@@ -32,7 +32,8 @@ from dgc.comm.requests import AllGather, AllReduce, Broadcast, Conversation, Exc
 from dgc.compression import Compressor, DenseCompressor, DGCCompressor
 from dgc.contrib import GTopKCompressor
 from dgc.core.bucket import Bucket
-from dgc.core.protocol import DenseResult, Reduced, StatelessCompressor
+from dgc.core.protocol import StatelessCompressor
+from dgc.core.results import DenseResult, Reduced
 from dgc.core.state import State
 from dgc.memory import ResidualMemory
 from dgc.testing import LIKE, Fleet, gradients

@@ -15,7 +15,7 @@ from dgc import kernels
 from dgc.comm.requests import AllGather, AllToAll, next_requests
 from dgc.core import graphs
 from dgc.core.bucket import Bucket
-from dgc.core.protocol import explained, joined
+from dgc.core.results import explained, joined
 from dgc.engine.state import BucketStates
 from dgc.kernels.launch import Launcher, Recorder, recording
 

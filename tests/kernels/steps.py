@@ -10,7 +10,7 @@ from kernels import comparison
 from dgc import compression, kernels
 from dgc.comm.requests import AllGather, next_requests
 from dgc.core.bucket import Bucket, lay_out
-from dgc.core.protocol import DenseResult, explained, joined
+from dgc.core.results import DenseResult, explained, joined
 from dgc.engine.state import BucketStates
 
 METHODS = {

@@ -119,7 +119,7 @@ def test_the_host_first_waits_at_the_end_of_the_step(step_whose_mean_overflows: 
     _, seen = step_whose_mean_overflows
     end = {
         "elsewhere",
-        "core/protocol.py overflow_message",
+        "core/results.py overflow_message",
         "kernels/selection/__init__.py first_tensor_nonfinite",
     }
     assert set(seen) <= end | {"kernels/launch.py _table"}

@@ -13,7 +13,8 @@ from torch.nn.utils import clip_grad_norm_
 from dgc.comm import AllReduce
 from dgc.compression import DenseCompressor, PowerSGDCompressor, QSGDCompressor, TwoPhaseCompressor
 from dgc.contrib import ZeroOneAdam, ZeroOneSteps
-from dgc.core.protocol import DenseResult, Reduced, StatelessCompressor
+from dgc.core.protocol import StatelessCompressor
+from dgc.core.results import DenseResult, Reduced
 from dgc.local import Nesterov, OuterSteps
 from dgc.optim import LocalOptimizer
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from dgc.comm.requests import Conversation
 from dgc.core.bucket import Bucket, make_bucket
-from dgc.core.protocol import Compressor, Reduced
+from dgc.core.protocol import Compressor
+from dgc.core.results import Reduced
 from dgc.core.state import State
 from dgc.engine.state import BucketStates
 from dgc.kernels import PassInputs, SparseVector
