@@ -190,6 +190,33 @@ def _named(kernel: Any, programs: int, arguments: Sequence[object]) -> SimpleNam
     return SimpleNamespace(programs=programs, **named)
 
 
+@dataclass(frozen=True)
+class Tree:
+    """Groups of programs. The last one to arrive adds the sums of its group, then of as many groups, until one sum
+    is left: `dgc.kernels.selection.triton.arrive`.
+
+    Attributes:
+        levels: How often sums are added.
+        sums: The number of sums that are added, of all levels.
+        groups: The number of groups, each of which needs a counter.
+    """
+
+    levels: int
+    sums: int
+    groups: int
+
+
+def tree_of(programs: int, fan: int) -> Tree:
+    """Return the tree of so many programs, with groups of `fan`."""
+    levels = sums = groups = 0
+    while programs > 1:
+        sums += programs
+        programs = -(-programs // fan)
+        groups += programs
+        levels += 1
+    return Tree(levels, sums, groups)
+
+
 def blocks(n: int) -> int:
     """Return the number of programs for n elements."""
     return -(-n // BLOCK)

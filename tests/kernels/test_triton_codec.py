@@ -7,14 +7,15 @@ import pytest
 import torch
 from kernels import comparison
 from kernels.comparison import REFERENCE, same
-from kernels.interpreter import DEVICE, ORDERS
+from kernels.interpreter import DEVICE, INTERPRETED, ORDERS, backwards, shuffled
 from kernels.interpreter import interpreter as interpreter
 from kernels.waits import watching
 from sparse import payloads
 
 from dgc.core.envelope import PayloadError
-from dgc.kernels.payload import WORDS, Codec
-from dgc.kernels.payload.triton import TritonCodec, TritonMeanDecoder, counters_on
+from dgc.kernels.launch import zeros_on
+from dgc.kernels.payload import WORDS, Codec, triton_coded
+from dgc.kernels.payload.triton import TritonCodec, TritonMeanDecoder, counters_on, plan_code
 from dgc.kernels.selection import PassInputs, SparseVector
 from dgc.kernels.selection.triton import TritonSelection
 from dgc.sparse import payloads as formats
@@ -22,6 +23,8 @@ from dgc.sparse.payloads.payload import PayloadPlan
 
 CASTS = ("fp32", "fp16", "bf16")
 VALUES = (*map(formats.CastValues, CASTS), formats.SignValues(), formats.Int8Values(), formats.TwoBitValues())
+# of programs, whose order a GPU chooses by itself
+PROGRAMS = {"in order": range, "reversed": backwards, "shuffled": shuffled} if INTERPRETED else {"any": range}
 # elements of the bucket, of a selection, of the payload: none, one, an odd number, more than one program
 SIZES = ((5000, 0, 50), (10, 1, 1), (5000, 37, 51), (9000, 2100, 2100))
 
@@ -108,6 +111,33 @@ def test_coded_payloads() -> None:
         assert all(map(same, found, right)), (values, indices, numel)
         thinned += int(expected.sent.count < selection.count)
     assert thinned > 2 and not counters_on(torch.device(DEVICE), 0).any()
+
+
+@pytest.fixture
+def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of parts whose sums a program adds, so that these are added on several levels."""
+    monkeypatch.setattr(triton_coded, "FAN", triton_coded.tl.constexpr(2))
+    monkeypatch.setattr("dgc.kernels.payload.triton.FAN", triton_coded.FAN)
+    monkeypatch.setattr("dgc.kernels.payload.triton.plan_code", plan_code.__wrapped__)
+
+
+@pytest.mark.usefixtures("small_groups")
+@pytest.mark.parametrize("order", PROGRAMS)
+@pytest.mark.parametrize("indices", ["packed", "rice"])
+def test_codes_of_many_parts(indices: str, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed, also if not all elements fit. The launches leave the zeros that they share."""
+    n, capacity = 300_000, 5000
+    bunches = torch.where(torch.arange(capacity) % 128 == 7, 3000, 1).cumsum(0)
+    monkeypatch.setattr("triton.runtime.interpreter.range", PROGRAMS[order], raising=False)
+    plan, kept = plan_of(formats.CastValues("fp16"), indices, n, capacity), []
+    for chosen in (payloads.scattered(n, 4500), bunches):
+        selection = on_device(payloads.selection_of(chosen, None, capacity))
+        at = torch.tensor(n, device=DEVICE)
+        mine, expected = plan.encode(TritonCodec(), selection, at), plan.encode(Codec(), selection, at)
+        assert same(mine.payload, expected.payload) and same(mine.sent.indices, expected.sent.indices)
+        kept.append(int(mine.sent.count) == len(chosen))
+    assert kept == [True, indices == "rice"]
+    assert not zeros_on(torch.device(DEVICE), 1 << 10).any() and not counters_on(torch.device(DEVICE), 0).any()
 
 
 def test_headers_of_other_payloads() -> None:

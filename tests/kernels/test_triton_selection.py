@@ -12,6 +12,7 @@ from kernels.interpreter import DEVICE, INTERPRETED, backwards, shuffled
 from kernels.interpreter import interpreter as interpreter
 from kernels.products import Given, normal
 from kernels.test_triton_codec import plan_of, selection_of
+from kernels.test_triton_codec import small_groups as small_groups
 from sparse import payloads
 
 from dgc.kernels.codes.elements import ElementCode, Form, Scale
@@ -21,7 +22,7 @@ from dgc.kernels.lowrank import Batch, Cast, consecutive
 from dgc.kernels.lowrank.triton import HEIGHT, WIDTH, Tiles, TritonLowRank
 from dgc.kernels.payload import Terms
 from dgc.kernels.payload.triton import TritonCodec, TritonMeanDecoder
-from dgc.kernels.selection import Budget, PassInputs, SelectionKernels
+from dgc.kernels.selection import Budget, PassInputs, SelectionKernels, SparseVector
 from dgc.kernels.selection.triton import TritonSelection
 from dgc.sparse import payloads as formats
 
@@ -244,6 +245,29 @@ def test_no_check_of_a_payload_reads_more_than_64_kilobytes(
     assert set(most) == {"check", "open_headers"} and max(most.values()) <= MOST_READ, most
 
 
+@pytest.mark.parametrize("ratio", [0.001, 0.1])
+@pytest.mark.parametrize("indices", ["packed", "rice"])
+@pytest.mark.parametrize("name", LARGE)
+def test_no_program_that_measures_a_code_reads_more_than_64_kilobytes(
+    launched: list[Any], name: str, indices: str, ratio: float
+) -> None:
+    encode_on_meta(name, formats.CastValues("fp16"), indices, ratio)
+    most = most_of([call for call in launched if call[0].fn.__name__ != "write_coded"])
+    expected = {"packed": {"measure_packed"}, "rice": {"measure_rice", "place_rice"}}[indices]
+    assert set(most) == expected and max(most.values()) <= MOST_READ, most
+
+
+def encode_on_meta(name: str, values: Any, indices: str, ratio: float) -> None:
+    sizes = LARGE[name]
+    n, capacity = sum(sizes), sum(-int(-n * ratio // 1) for n in sizes)
+    bounds, each = (torch.empty(len(sizes) + one, dtype=torch.int64, device="meta") for one in (1, 0))
+    layout = formats.SparseFormat(values, payloads.INDICES[indices]).layout(Budget(bounds, each, capacity), n)
+    chosen, x = (torch.empty(capacity, dtype=dtype, device="meta") for dtype in (torch.int32, torch.float32))
+    selection = SparseVector(chosen, x, torch.empty((), dtype=torch.int32, device="meta"))
+    first = torch.empty((), dtype=torch.int64, device="meta")
+    TritonCodec().encode(selection, layout, 1e4, 4.0, first, bounds, bounds, Terms(0.5, 9))
+
+
 # n, m, rank, and elements of other tensors
 MATRICES = {
     "GPT-2's embedding": (50_257, 768, 4, 768),
@@ -382,3 +406,14 @@ def test_no_check_of_a_payload_reads_more_than_its_kernel_states(values: Any, re
     assert [name for name, _, _ in reads] == ["check", "open_headers"]
     for name, most, stated in reads:
         assert 0 < most <= stated, (name, most, stated)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off on a GPU")
+@pytest.mark.usefixtures("small_groups")
+@pytest.mark.parametrize("indices", ["packed", "rice"])
+def test_no_program_that_measures_a_code_reads_more_than_its_kernel_states(indices: str, reads: list[Any]) -> None:
+    plan = plan_of(formats.CastValues("fp16"), indices, 300_000, 5000)
+    plan.encode(TritonCodec(), selection_of(300_000, 5000, 5000, 1), torch.tensor(300_000, device=DEVICE))
+    assert len(reads) == {"packed": 1, "rice": 2}[indices]
+    for name, most, stated in reads:
+        assert 0.9 * stated <= most <= stated, (name, most, stated)

@@ -34,6 +34,7 @@ from dgc.kernels.launch import (
     on_device,
     pointers,
     seed_slot,
+    tree_of,
     zeros_on,
 )
 from dgc.kernels.lowrank import (
@@ -61,6 +62,7 @@ from dgc.kernels.selection.triton import (
     interval_of,
     random_bits,
     rounded,
+    tree_sizes,
 )
 
 HEIGHT, WIDTH = 32, 64  # of a tile
@@ -291,12 +293,7 @@ def gather(
         here = inner < size
         source = partial + tl.load(own + 2) + member * count * size
         y = sum_of_rows(source, size, part * SUMMED, count, inner, here, SUMMED)
-        above, n_slots, n_counters = programs, 0, 0  # of one element
-        for _ in range(levels):
-            if above > 1:
-                n_slots += above
-                above = (above + SUMMED - 1) // SUMMED
-                n_counters += above
+        n_slots, n_counters = tree_sizes(programs, levels, SUMMED)  # of one element
         slot = slots + tl.load(own + 3) + (element * n_slots).to(tl.int64) * WIDTH
         counter = arrived + tl.load(own + 4) + element * n_counters
         is_last = part >= 0
@@ -558,12 +555,7 @@ def inner_products(
         dots = tl.sum(y * of_row[None, :], 1)
         found = tl.where((one == i)[:, None], dots[None, :], found)
     at = one[:, None] * ROWS + row[None, :]
-    above, n_slots, n_counters = programs, 0, 0  # of one block of rows
-    for _ in range(levels):
-        if above > 1:
-            n_slots += above
-            above = (above + FAN - 1) // FAN
-            n_counters += above
+    n_slots, n_counters = tree_sizes(programs, levels, FAN)  # of one block of rows
     number = member * blocks + block
     slot = slots + tl.load(own + 6) + (number * n_slots).to(tl.int64) * (OWN * ROWS)
     counter = arrived + tl.load(own + 7) + member + number * n_counters
@@ -743,17 +735,14 @@ def plan_sums(batches: tuple[tuple[int, int, int], ...]) -> SumPlan:
     starts, table, most = [0], [], 0
     partial = slots = counters = first = 0
     for members, size, count in batches:
-        elements, programs, levels = members * -(-size // SUMS_WIDTH), -(-count // SUMMED), 0
+        elements, programs = members * -(-size // SUMS_WIDTH), -(-count // SUMMED)
         table += [size, count, partial, slots, counters, first]
         starts.append(starts[-1] + elements * programs)
         partial += members * count * size
         first += members * size
-        while programs > 1:
-            slots += elements * programs * SUMS_WIDTH
-            programs = -(-programs // SUMMED)
-            counters += elements * programs
-            levels += 1
-        most = max(most, levels)
+        tree = tree_of(programs, SUMMED)
+        slots, counters = slots + elements * tree.sums * SUMS_WIDTH, counters + elements * tree.groups
+        most = max(most, tree.levels)
     return SumPlan(tuple(starts), tuple(table), most, partial, slots, counters)
 
 
@@ -790,18 +779,15 @@ def plan_bases(batches: tuple[tuple[int, ...], ...]) -> BasisPlan:
     starts, parts, table, most = [0], [0], list[int](), 0
     slots = counters = matrices = 0
     for members, r, d, *place, whole in batches:
-        programs, levels = -(-d // lanes), 0
+        programs = -(-d // lanes)
         table += [*place, r, d, whole, slots, counters, matrices]
         blocks_of_rows = members * rows // own
         starts.append(starts[-1] + blocks_of_rows * programs)
         parts.append(parts[-1] + members * programs)
         matrices, counters = matrices + members, counters + members
-        while programs > 1:
-            slots += blocks_of_rows * programs * own * rows
-            programs = -(-programs // FAN)
-            counters += blocks_of_rows * programs
-            levels += 1
-        most = max(most, levels)
+        tree = tree_of(programs, FAN)
+        slots += blocks_of_rows * tree.sums * own * rows
+        counters, most = counters + blocks_of_rows * tree.groups, max(most, tree.levels)
     return BasisPlan(tuple(starts), tuple(parts), tuple(table), rows, own, lanes, most, slots, counters, matrices)
 
 

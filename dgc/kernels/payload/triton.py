@@ -6,6 +6,7 @@ takes 2, and 1 more if indices are coded. Nothing waits for the device.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -13,7 +14,18 @@ import torch
 from jaxtyping import Float32, Int32, Int64, UInt8
 from torch import Tensor
 
-from dgc.kernels.launch import BLOCK, Launcher, as_rows, blocks, current_stream, held, on_device
+from dgc.kernels.launch import (
+    BLOCK,
+    Launcher,
+    Tree,
+    as_rows,
+    blocks,
+    current_stream,
+    held,
+    on_device,
+    tree_of,
+    zeros_on,
+)
 from dgc.kernels.payload import (
     BLOCKS,
     HEADER_BYTES,
@@ -30,7 +42,15 @@ from dgc.kernels.payload import (
     ValueKind,
     block_count,
 )
-from dgc.kernels.payload.triton_coded import FOUND, MOST, measure_packed, measure_rice, place_rice, write_coded
+from dgc.kernels.payload.triton_coded import (
+    FAN,
+    FOUND,
+    MOST,
+    measure_packed,
+    measure_rice,
+    place_rice,
+    write_coded,
+)
 from dgc.kernels.payload.triton_mean import (
     CHECKED,
     SUMMED,
@@ -49,6 +69,40 @@ SCALED_KINDS = (ValueKind.FP16, ValueKind.BF16)
 FEW = 256  # entries of a payload that `merge` reads at a time: a tile has few
 PART = 512  # elements of a coded payload per program: fields need many registers
 COUNTERS = 2 + 2 * SHARES.value
+
+
+@dataclass(frozen=True)
+class CodePlan:
+    """What is found of a code of indices before it is written.
+
+    Attributes:
+        block, blocks: Elements of a block, and the number of blocks, of chunks, or of nothing.
+        parts, tree: The parts of BLOCK elements, and the tree in which their sums are added.
+        shares, stride: Shares of the selection that are tried, and what each takes.
+        found: The size of all, in numbers of 8 bytes.
+    """
+
+    block: int
+    blocks: int
+    parts: int
+    tree: Tree
+    shares: int
+    stride: int
+
+    @property
+    def found(self) -> int:
+        return FOUND.value + self.shares * self.stride
+
+
+@lru_cache(maxsize=1024)
+def plan_code(code: IndexCode) -> CodePlan:
+    if code.kind not in BLOCKS:
+        return CodePlan(1, code.parameter, 0, tree_of(0, FAN.value), 0, 0)
+    block, parts = BLOCKS[code.kind], blocks(code.capacity)
+    n, tree = block_count(code.capacity, block), tree_of(parts, FAN.value)
+    if code.kind == IndexKind.PACKED:
+        return CodePlan(block, n, parts, tree, SHARES.value, 2 * n + tree.sums)
+    return CodePlan(block, n, parts, tree, 1, 3 * n + 2 * tree.sums)
 
 
 class TritonCodec(Codec):
@@ -84,36 +138,37 @@ class TritonCodec(Codec):
             return payload, SparseVector(selection.indices, decoded, selection.count), values
         counters, decoded = counters_on(device, current_stream(device)), torch.empty_like(values)
         segments, begin = bounds.numel() - 1, layout.value_bytes.start
-        block, n_blocks, programs, widths = 1, 0, block_count(code.capacity, PART), None
+        programs, widths = block_count(code.capacity, PART), None
         own, given, found, largest = selection, selection, None, None
+        plan = plan_code(code)
         if code.kind not in BLOCKS:
-            payload, n_blocks = self.blank(layout.nbytes, values), code.parameter
+            payload = self.blank(layout.nbytes, values)
             if layout.values in SCALED_KINDS:
                 largest = self._largest(selection)
         else:
-            block = BLOCKS[code.kind]
-            n_blocks = block_count(code.capacity, block)
             count = torch.empty((), dtype=torch.int32, device=device)
             own = SparseVector(torch.empty_like(selection.indices), torch.empty_like(values), count)
             payload = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
-            found = torch.empty(FOUND.value + 3 * n_blocks, dtype=torch.int64, device=device)
-            given = self._measure(selection, layout, payload, found, own, counters)
+            found = torch.empty(plan.found, dtype=torch.int64, device=device)
+            given = self._measure(selection, layout, plan, payload, found, own, counters)
             largest = found[MOST.value :]
         if layout.values in TABLES:
             programs += segments
         if layout.values == ValueKind.TWO_BITS:
             widths = on_device((r / 4,), torch.float64, device)
         what = (given.indices, given.values, given.count, *header, code.capacity, limit, largest)
-        how = (found, n_blocks, bounds, segments, widths, payload, begin, codes_begin(layout, segments))
+        measured = (found, plan.blocks, plan.stride, plan.parts, plan.tree.levels)
+        how = (bounds, segments, widths, payload, begin, codes_begin(layout, segments))
         result = (decoded, own.indices, own.values, own.count, *terms.words, counters, max(1, programs))
-        kind = (int(code.kind), block, int(layout.values), PART)
-        self._launch(write_coded, values, max(1, programs), *what, *how, *result, *kind)
+        kind = (int(code.kind), plan.block, int(layout.values), BLOCK, PART)
+        self._launch(write_coded, values, max(1, programs), *what, *measured, *how, *result, *kind)
         return payload, SparseVector(own.indices, decoded, own.count), own.values
 
     def _measure(
         self,
         selection: SparseVector,
         layout: PayloadLayout,
+        plan: CodePlan,
         payload: UInt8[Tensor, "nbytes"],
         found: Int64[Tensor, "found"],
         own: SparseVector,
@@ -123,22 +178,21 @@ class TritonCodec(Codec):
 
         own: receives what is sent, with a Rice code. With a packed one `write_coded` writes it.
         """
-        code, values = layout.indices, selection.values
-        block, parts = BLOCKS[code.kind], blocks(code.capacity)
-        n_blocks, scaled = block_count(code.capacity, block), layout.values in SCALED_KINDS
-        sizes = (n_blocks, 8 * (code.nbytes - n_blocks), code.parameter, payload, layout.nbytes // 8)
+        code, values, parts, tree = layout.indices, selection.values, plan.parts, plan.tree
+        scaled, size = layout.values in SCALED_KINDS, (plan.block, BLOCK)
+        sizes = (plan.blocks, 8 * (code.nbytes - plan.blocks), code.parameter, payload, layout.nbytes // 8)
+        sums = (counters, zeros_on(values.device, plan.shares * tree.groups))
         if code.kind == IndexKind.PACKED:
             shares = on_device((128, *PACKED_SHARES, 0), torch.int64, values.device)
-            widths = torch.empty(SHARES.value * n_blocks, dtype=torch.int32, device=values.device)
-            programs = parts * SHARES.value
-            what = (selection.indices, values, selection.count, shares, *sizes, widths, found, counters, programs)
-            self._launch(measure_packed, values, programs, *what, scaled, block, BLOCK)
+            what = (selection.indices, values, selection.count, shares, *sizes, found, plan.stride, *sums)
+            programs = parts * plan.shares
+            self._launch(measure_packed, values, programs, *what, tree.groups, parts, tree.levels, scaled, *size)
             return selection
         given = (selection.indices, selection.count, *sizes, found, counters, parts)
-        self._launch(measure_rice, values, parts, *given, block, BLOCK)
-        result = (found, own.indices, own.values, own.count, counters, parts)
-        elements = (selection.indices, values, selection.count, code.capacity, n_blocks)
-        self._launch(place_rice, values, parts, *elements, *result, scaled, block, BLOCK)
+        self._launch(measure_rice, values, parts, *given, *size)
+        result = (found, own.indices, own.values, own.count, *sums, parts, tree.levels)
+        elements = (selection.indices, values, selection.count, code.capacity, plan.blocks)
+        self._launch(place_rice, values, parts, *elements, *result, scaled, *size)
         return own
 
     def _encode_plain(

@@ -1,6 +1,6 @@
 """Triton kernels of payloads with codes of indices, and with tables of values for each tensor."""
 
-from typing import no_type_check
+from typing import Any, no_type_check
 
 import triton
 import triton.language as tl
@@ -23,14 +23,17 @@ from dgc.kernels.payload.triton_plain import (
     finish,
     store_cast,
 )
-from dgc.kernels.selection.triton import MAGNITUDE
+from dgc.kernels.selection.triton import MAGNITUDE, arrive
 
 SIGN, INT8 = (tl.constexpr(int(kind)) for kind in (ValueKind.SIGN, ValueKind.INT8))
 INT64, PACKED, RICE, CHUNKS = (tl.constexpr(int(kind)) for kind in [*IndexKind][1:])
 WIDEST, WITHIN, INSIDE = (tl.constexpr(i) for i in (LARGEST_PARAMETER, CHUNK_BITS, CHUNK - 1))
 # What is known of a code before it is written: elements that are sent, bits of their largest magnitude, first bit
-# of the unary part; then per block its parameter, its first bit, and the unary bits before it.
-KEPT, MOST, END, FOUND = (tl.constexpr(i) for i in range(4))
+# of the unary part, and the share that is sent. Then for each share, per block: its parameter, its first bit, and
+# for Rice codes the unary bits before it, both counted from the beginning of its part. Then the same sums of the
+# parts before (`add_parts`).
+KEPT, MOST, END, SHARE, FOUND = (tl.constexpr(i) for i in range(5))
+FAN = tl.constexpr(512)  # parts, or groups of parts, whose sums one program adds
 
 
 @triton.jit
@@ -87,19 +90,65 @@ def largest_in(x):
 
 @triton.jit
 @no_type_check
-def add_up(source, n, LANES: tl.constexpr):
-    """Replace n numbers with the sums of those before. Returns the sum of all."""
-    lane = tl.arange(0, LANES)
-    total = tl.zeros([], dtype=tl.int64)
-    for i in range(0, n, LANES):
-        own = tl.load(source + i + lane, mask=i + lane < n, other=0)
-        tl.store(source + i + lane, total + tl.cumsum(own, 0) - own, mask=i + lane < n)
-        total += tl.sum(own, 0)
+def add_parts(own, sums, arrived, part, n_parts, levels, ROWS: tl.constexpr):
+    """Add up ROWS numbers of all parts, in a tree of their programs. Returns (whether this is the last one, sums).
+
+    sums: ROWS numbers for each part, then for each group of FAN parts, and so on. Each becomes the sum of those
+    before in the same group. arrived: zeros for the groups, which they are again afterwards.
+    """
+    row = tl.arange(0, ROWS)
+    lane = tl.arange(0, FAN)
+    is_last = part >= 0
+    for _ in range(levels):
+        if is_last:
+            tl.store(sums + part * ROWS + row, own)
+            part = part // FAN
+            first = part * FAN
+            is_last = arrive(arrived + part) == tl.minimum(n_parts - first, FAN) - 1
+            if is_last:
+                tl.store(arrived + part, 0)
+                place = sums + (first + lane)[:, None] * ROWS + row[None, :]
+                here = (first + lane < n_parts)[:, None]
+                # not from this multiprocessor's cache: other programs may have written it
+                each = tl.load(place, mask=here, other=0, cache_modifier=".cg")
+                tl.debug_barrier()
+                tl.store(place, tl.cumsum(each, 0) - each, mask=here)
+                own = tl.sum(each, 0)
+                sums += n_parts * ROWS
+                n_parts = (n_parts + FAN - 1) // FAN
+                arrived += n_parts
+    return is_last, own
+
+
+@triton.jit
+@no_type_check
+def sum_before(sums, part, n_parts, levels, ROWS: tl.constexpr, ROW: tl.constexpr):
+    """Return one of the numbers that `add_parts` has added up, of all parts before some."""
+    total = tl.zeros_like(part).to(tl.int64)
+    for _ in range(levels):
+        total += tl.load(sums + part * ROWS + ROW)
+        part = part // FAN
+        sums += n_parts * ROWS
+        n_parts = (n_parts + FAN - 1) // FAN
     return total
 
 
-@moves("", "payload widths", lambda a: (SHARES.value * (2 * a.indices.nbytes + a.values.nbytes), 0))
-@triton.jit(do_not_specialize=["n_blocks", "room", "sure", "n_words", "n_programs"])
+def read_by_measure(a: Any, nbytes: int, rows: int = 1) -> int:
+    """Return the most bytes that a program reads: nbytes per element, and the sums of parts on each level."""
+    return nbytes * a.LANES + 8 * rows * FAN.value * a.levels
+
+
+def bytes_of_measure_packed(a: Any) -> tuple[int, int]:
+    return SHARES.value * (2 * a.indices.nbytes + a.values.nbytes) + a.found.nbytes, 0
+
+
+@moves(
+    "",
+    "payload found found",
+    bytes_of_measure_packed,
+    lambda a: read_by_measure(a, 12 if a.SCALED else 8),
+)
+@triton.jit(do_not_specialize=["n_blocks", "room", "sure", "n_words", "stride", "n_groups", "n_parts", "levels"])
 @no_type_check
 def measure_packed(
     indices,
@@ -111,52 +160,55 @@ def measure_packed(
     sure,
     payload,
     n_words,
-    widths,
     found,
+    stride,
     counters,
-    n_programs,
+    arrived,
+    n_groups,
+    n_parts,
+    levels,
     SCALED: tl.constexpr,
     SIZE: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Each program measures LANES elements of one share of the selection. room: bits for the gaps.
+    """Each program measures LANES elements, a part, of one share of the selection. room: bits for the gaps.
 
-    widths: of the blocks of each share. sure: number of elements that fit for any indices.
+    stride: what a share takes of `found`. sure: number of elements that fit for any indices. n_groups: of a share.
     """
-    clear(payload, n_words, n_programs, LANES)
+    clear(payload, n_words, n_parts * SHARES, LANES)
     share = tl.program_id(0) % SHARES
+    part = tl.program_id(0) // SHARES
     n = tl.load(count)
     kept = (n.to(tl.int64) * tl.load(shares + share) // 128).to(tl.int32)
     kept = tl.where(share == SHARES - 1, tl.minimum(n, sure), kept)
-    block, j = rows_of(tl.program_id(0) // SHARES * LANES, LANES // SIZE, SIZE)
+    block, j = rows_of(part * LANES, LANES // SIZE, SIZE)
     most = tl.max(gaps_at(indices, j, n, kept), 1)
     # the bit length, from the exponent
     width = tl.maximum((most.to(tl.float64).to(tl.int64, bitcast=True) >> 52) - 1022, 0)
-    tl.store(widths + share.to(tl.int64) * n_blocks + block, width.to(tl.int32), mask=block < n_blocks)
-    tl.atomic_add(counters + BITS + share, tl.sum(width * counts_at(block, kept, SIZE), 0))
+    bits = width * counts_at(block, kept, SIZE)
+    own = found + FOUND + share.to(tl.int64) * stride
+    tl.store(own + block, width, mask=block < n_blocks)
+    tl.store(own + n_blocks + block, tl.cumsum(bits, 0) - bits, mask=block < n_blocks)
     if SCALED:
         x = tl.load(values + element(j, n, kept), mask=j < kept, other=0.0)
         tl.atomic_max(counters + LARGEST + share, largest_in(x))
-    tl.debug_barrier()  # all threads have written
-    if tl.atomic_add(counters + FINISHED, 1) == n_programs - 1:
-        chosen = tl.zeros([], dtype=tl.int32) + (SHARES - 1)
-        for i in tl.static_range(SHARES - 1):
-            fits = tl.atomic_add(counters + BITS + (SHARES - 2 - i), 0) <= room
-            chosen = tl.where(fits, SHARES - 2 - i, chosen)
-        final = (n.to(tl.int64) * tl.load(shares + chosen) // 128).to(tl.int32)
-        final = tl.where(chosen == SHARES - 1, tl.minimum(n, sure), final)
-        tl.store(found + KEPT, final.to(tl.int64))
-        tl.store(found + MOST, tl.atomic_add(counters + LARGEST + chosen, 0))
-        lane = tl.arange(0, LANES)
-        for i in range(0, n_blocks, LANES):
-            b = i + lane
-            own = tl.load(widths + chosen.to(tl.int64) * n_blocks + b, mask=b < n_blocks, other=0).to(tl.int64)
-            tl.store(found + FOUND + b, own, mask=b < n_blocks)
-            tl.store(found + FOUND + n_blocks + b, own * counts_at(b, final, SIZE), mask=b < n_blocks)
-        tl.debug_barrier()
-        add_up(found + FOUND + n_blocks, n_blocks, LANES)
-        tl.debug_barrier()
-        tl.store(counters + lane, tl.zeros([LANES], dtype=tl.int64), mask=lane < LARGEST + SHARES)
+    total = tl.zeros([1], dtype=tl.int64) + tl.sum(bits, 0)
+    is_last, total = add_parts(total, own + 2 * n_blocks, arrived + share * n_groups, part, n_parts, levels, 1)
+    if is_last:
+        tl.store(counters + BITS + share + tl.arange(0, 1), total)
+        if arrive(counters + FINISHED) == SHARES - 1:
+            chosen = tl.zeros([], dtype=tl.int32) + (SHARES - 1)
+            for i in tl.static_range(SHARES - 1):
+                fits = tl.atomic_add(counters + BITS + (SHARES - 2 - i), 0) <= room
+                chosen = tl.where(fits, SHARES - 2 - i, chosen)
+            final = (n.to(tl.int64) * tl.load(shares + chosen) // 128).to(tl.int32)
+            final = tl.where(chosen == SHARES - 1, tl.minimum(n, sure), final)
+            tl.store(found + KEPT, final.to(tl.int64))
+            tl.store(found + MOST, tl.atomic_add(counters + LARGEST + chosen, 0))
+            tl.store(found + SHARE, chosen.to(tl.int64))
+            tl.debug_barrier()
+            lane = tl.arange(0, LANES)
+            tl.store(counters + lane, tl.zeros([LANES], dtype=tl.int64), mask=lane < LARGEST + SHARES)
 
 
 @triton.jit
@@ -172,7 +224,7 @@ def rice_parameters(gaps, counts):
     return b
 
 
-@moves("indices indices", "payload")
+@moves("indices indices", "payload", most=lambda a: 8 * a.LANES)
 @triton.jit(do_not_specialize=["n_blocks", "room", "parameter", "n_words", "n_programs"])
 @no_type_check
 def measure_rice(
@@ -208,8 +260,13 @@ def measure_rice(
             tl.store(counters + FINISHED + i, 0)
 
 
-@moves("indices indices indices values", "own_indices own_values", lambda a: read_and_written(16 * a.n_blocks))
-@triton.jit(do_not_specialize=["capacity", "n_blocks", "n_programs"])
+@moves(
+    "indices indices indices values",
+    "own_indices own_values found",
+    lambda a: read_and_written(a.found.nbytes),
+    lambda a: read_by_measure(a, 16, 2),
+)
+@triton.jit(do_not_specialize=["capacity", "n_blocks", "n_parts", "levels"])
 @no_type_check
 def place_rice(
     indices,
@@ -222,7 +279,9 @@ def place_rice(
     own_values,
     own_count,
     counters,
-    n_programs,
+    arrived,
+    n_parts,
+    levels,
     SCALED: tl.constexpr,
     SIZE: tl.constexpr,
     LANES: tl.constexpr,
@@ -238,18 +297,19 @@ def place_rice(
     b = rice_parameters(gaps, counts)
     own = found + FOUND + block
     tl.store(own, b.to(tl.int64), mask=block < n_blocks)
-    tl.store(own + n_blocks, (b * counts).to(tl.int64), mask=block < n_blocks)
-    tl.store(own + 2 * n_blocks, tl.sum((gaps >> b[:, None]).to(tl.int64), 1) + counts, mask=block < n_blocks)
+    low = (b * counts).to(tl.int64)
+    unary = tl.sum((gaps >> b[:, None]).to(tl.int64), 1) + counts
+    tl.store(own + n_blocks, tl.cumsum(low, 0) - low, mask=block < n_blocks)
+    tl.store(own + 2 * n_blocks, tl.cumsum(unary, 0) - unary, mask=block < n_blocks)
     if SCALED:
         tl.atomic_max(counters + LARGEST, largest_in(x))
-    tl.debug_barrier()  # all threads have written
-    if tl.atomic_add(counters + FINISHED, 1) == n_programs - 1:
+    row = tl.arange(0, 2)
+    both = tl.where(row == 0, tl.sum(low, 0), tl.sum(unary, 0))
+    is_last, both = add_parts(both, found + FOUND + 3 * n_blocks, arrived, tl.program_id(0), n_parts, levels, 2)
+    if is_last:
         tl.store(own_count, kept)
-        tl.store(found + MOST, tl.atomic_add(counters + LARGEST, 0))
-        tl.store(found + END, add_up(found + FOUND + n_blocks, n_blocks, LANES))
-        add_up(found + FOUND + 2 * n_blocks, n_blocks, LANES)
-        tl.store(counters + FINISHED, 0)
-        tl.store(counters + LARGEST, 0)
+        tl.store(found + END, tl.sum(tl.where(row == 0, both, 0), 0))
+        tl.store(found + MOST, tl.atomic_xchg(counters + LARGEST, 0))
 
 
 @triton.jit
@@ -268,26 +328,50 @@ def add_field(payload, at, field, is_valid):
 @triton.jit
 @no_type_check
 def write_gaps(
-    indices, j, count, kept, n_blocks, found, payload, INDEX: tl.constexpr, SIZE: tl.constexpr, LANES: tl.constexpr
+    indices,
+    j,
+    count,
+    kept,
+    n_blocks,
+    stride,
+    n_parts,
+    levels,
+    found,
+    payload,
+    INDEX: tl.constexpr,
+    SIZE: tl.constexpr,
+    PART: tl.constexpr,
+    LANES: tl.constexpr,
 ):
-    """Write the parameters and fields of the elements j. Returns what they add to the checksum's sum."""
+    """Write the parameters and fields of the elements j, LANES of one part of PART elements. Returns what they add
+    to the checksum's sum.
+    """
     is_valid = j < kept
     gap = gaps_at(indices, j, count, kept)
     block = j // SIZE
     inside = block < n_blocks
-    own = found + FOUND + block
+    own = found + FOUND
+    sums = own + 3 * n_blocks
+    if INDEX == PACKED:
+        own += tl.load(found + SHARE) * stride
+        sums = own + 2 * n_blocks
+    own += block
+    part = tl.program_id(0) * LANES // PART
+    ROWS: tl.constexpr = 2 if INDEX == RICE else 1
     width = tl.load(own, mask=inside, other=0)
     begin = tl.zeros_like(width) + 8 * HEADER
-    part = add_field(payload, begin + 8 * block, width, inside & (j % SIZE == 0))
+    total = add_field(payload, begin + 8 * block, width, inside & (j % SIZE == 0))
     begin += 8 * n_blocks
-    at = begin + tl.load(own + n_blocks, mask=inside, other=0) + (j % SIZE) * width
-    part += add_field(payload, at, gap & ((1 << width) - 1), is_valid)
+    at = begin + sum_before(sums, part, n_parts, levels, ROWS, 0)
+    at += tl.load(own + n_blocks, mask=inside, other=0) + (j % SIZE) * width
+    total += add_field(payload, at, gap & ((1 << width) - 1), is_valid)
     if INDEX == RICE:
         unary = tl.where(is_valid, (gap >> width) + 1, 0)
         before = tl.load(found + FOUND + 2 * n_blocks + tl.program_id(0) * (LANES // SIZE))
+        before += sum_before(sums, part, n_parts, levels, ROWS, 1)
         at = begin + (tl.load(found + END) + before) + tl.cumsum(unary, 0) - 1
-        part += add_field(payload, at, tl.zeros_like(at) + 1, is_valid)
-    return part
+        total += add_field(payload, at, tl.zeros_like(at) + 1, is_valid)
+    return total
 
 
 @triton.jit
@@ -466,14 +550,14 @@ def two_bit_segment(
     return part
 
 
-CODED_SIZES = "capacity n_blocks n_segments begin codes ratio form n_programs n_bounds".split()
+CODED_SIZES = "capacity n_blocks stride n_found levels n_segments begin codes".split()
 
 
 @moves(
     "indices indices indices values values values values bounds widths tensors payload",
     "payload decoded own_indices own_values",
 )
-@triton.jit(do_not_specialize=CODED_SIZES)
+@triton.jit(do_not_specialize=[*CODED_SIZES, "ratio", "form", "n_programs", "n_bounds"])
 @no_type_check
 def write_coded(
     indices,
@@ -487,6 +571,9 @@ def write_coded(
     largest,
     found,
     n_blocks,
+    stride,
+    n_found,
+    levels,
     bounds,
     n_segments,
     widths,
@@ -504,11 +591,13 @@ def write_coded(
     INDEX: tl.constexpr,
     SIZE: tl.constexpr,
     KIND: tl.constexpr,
+    PART: tl.constexpr,
     LANES: tl.constexpr,
 ):
     """Write a payload of coded indices, or tables, or both, into zeros.
 
-    A program writes LANES elements, or the table and the codes of a segment. begin, codes: first byte of the
+    A program writes LANES elements, or the table and the codes of a segment. stride, n_found, levels: what a share
+    takes of `found`, its parts of PART elements, and the levels of their sums. begin, codes: first byte of the
     values, and of the codes. own_*: written if indices are packed: the part of the selection that is sent. If not,
     the selection is that part.
     """
@@ -529,7 +618,9 @@ def write_coded(
         if INDEX == CHUNKS:
             sums = write_within(index, j, is_valid, n_blocks, payload)
         elif INDEX > INT64:
-            sums = write_gaps(indices, j, n, kept, n_blocks, found, payload, INDEX, SIZE, LANES)
+            sums = write_gaps(
+                indices, j, n, kept, n_blocks, stride, n_found, levels, found, payload, INDEX, SIZE, PART, LANES
+            )
             if INDEX == PACKED:
                 tl.store(own_indices + j, index, mask=inside)
                 tl.store(own_values + j, x, mask=inside)

@@ -294,6 +294,19 @@ def arrive(counter):
 
 @triton.jit
 @no_type_check
+def tree_sizes(programs, levels, FAN: tl.constexpr):
+    """Return (sums, groups) of `dgc.kernels.launch.tree_of`. levels: as many as it has, or more."""
+    n_sums, n_groups = 0, 0
+    for _ in range(levels):
+        if programs > 1:
+            n_sums += programs
+            programs = (programs + FAN - 1) // FAN
+            n_groups += programs
+    return n_sums, n_groups
+
+
+@triton.jit
+@no_type_check
 def stocked(s, ks, counts, n_segments):
     """Whether the candidates suffice for segment s. counts: candidates, then non-zero elements, per segment."""
     count = tl.load(counts + s)
