@@ -234,12 +234,14 @@ class MeshWork:
     Attributes:
         flats: The elements of sums, which are stored in place, by number of the request.
         seals: The digest of this rank's piece of an all-reduce, by number of the request.
+        unsent: Messages that are not with the system yet.
     """
 
     name: str
     requests: tuple[Request, ...]
     flats: dict[int, Tensor] = field(default_factory=dict)
     seals: dict[int, int] = field(default_factory=dict)
+    unsent: int = 0
 
 
 class Arrived(NamedTuple):
@@ -272,8 +274,11 @@ class MeshTransport(GroupedTransport):
         self._received: dict[tuple[int, bytes], deque[Arrived]] = {}
         self._places: dict[tuple[int, bytes], memoryview] = {}  # of means that will arrive
         self._free: dict[int, list[bytearray]] = {}  # memory of messages that were used, by its length
+        # all-reduces whose sum is not made yet, in the order of launches, and the messages that are its parts
+        self._sums: dict[tuple[MeshWork, int], list[tuple[int, bytes]]] = {}
+        self._parts: set[tuple[int, bytes]] = set()  # of these
         self._unsent = dict.fromkeys(connections, 0)  # messages that are not with the system yet
-        self._awaited: tuple[int, bytes] | None = None  # the message that a rank waits for. None: all are sent
+        self._awaited: tuple[int, bytes] | None = None  # the message that a rank waits for. None: its own are sent
         self._changed = Condition()
         self._reason: MeshError | None = None
         self._queues: dict[int, SimpleQueue[Any]] = {}
@@ -318,7 +323,7 @@ class MeshTransport(GroupedTransport):
     def _send(self, other: int, connection: socket.socket) -> None:
         try:
             while (item := self._queues[other].get()) is not None:
-                head, data, known = item
+                work, head, data, known = item
                 connection.sendall(head)
                 if data is not None:
                     # whole: parts would let the threads take turns with Python's lock
@@ -326,7 +331,8 @@ class MeshTransport(GroupedTransport):
                     connection.sendall(SEAL.pack(digest_of(data, crc32(head)) if known is None else known))
                 with self._changed:
                     self._unsent[other] -= 1
-                    if self._awaited is None and not self._unsent[other]:
+                    work.unsent -= 1
+                    if self._awaited is None and not work.unsent:
                         self._changed.notify_all()
         except OSError as error:
             self.close(f"rank {other} is not reached: {error}", [other])
@@ -353,7 +359,7 @@ class MeshTransport(GroupedTransport):
                     raise ConnectionError("a message has a wrong checksum: it changed in transit")
                 with self._changed:
                     self._received.setdefault((other, key), deque()).append(Arrived(data, seal))
-                    if self._awaited == (other, key):
+                    if self._awaited == (other, key) or (other, key) in self._parts:
                         self._changed.notify_all()
         except (OSError, MemoryError) as error:
             self.close(f"rank {other} is not reached: {error}", [other])
@@ -367,7 +373,7 @@ class MeshTransport(GroupedTransport):
             if isinstance(request, AllReduce):
                 self._await_means(work, i)
             for other, part in self._first_parts(work, i, request).items():
-                self._put(other, f"{name}.{i}", part)
+                self._put(work, other, f"{name}.{i}", part)
         return work
 
     def _await_means(self, work: MeshWork, i: int) -> None:
@@ -377,8 +383,12 @@ class MeshTransport(GroupedTransport):
         """
         work.flats[i] = flat = work.requests[i].tensor.reshape(-1)  # type: ignore[union-attr]
         ranks = self._sources(work.requests[i])
-        if flat.is_cpu and ranks:
-            with self._changed:
+        if not ranks:
+            return
+        self._sums[work, i] = parts = [(rank, _key(f"{work.name}.{i}")) for rank in ranks]
+        with self._changed:
+            self._parts.update(parts)
+            if flat.is_cpu:
                 for rank in ranks:
                     piece = _memory(self._pieces(work, i)[rank])
                     self._places[rank, _key(f"{work.name}.{i}.mean")] = piece
@@ -409,12 +419,12 @@ class MeshTransport(GroupedTransport):
         n = len(self.members(request.group))
         return flat.tensor_split(n) if isinstance(request, AllReduce) else flat.chunk(n)
 
-    def _put(self, other: int, name: str, part: Tensor, seal: int | None = None) -> None:
+    def _put(self, work: MeshWork, other: int, name: str, part: Tensor, seal: int | None = None) -> None:
         """Send a message to a rank. seal: its digest, if it is known."""
         data = _memory(part.cpu().contiguous())
         head = FRAME.pack(_key(name), len(data))
         if len(data) > SMALL_BYTES or self._unsent[other]:
-            self._queue(other, head, data, seal)
+            self._queue(work, other, head, data, seal)
             return
         message = memoryview(head + data + SEAL.pack(digest_of(data, crc32(head))))
         sent = 0
@@ -425,19 +435,21 @@ class MeshTransport(GroupedTransport):
             self.close(f"rank {other} is not reached: {error}", [other])
         else:
             if sent < len(message):
-                self._queue(other, message[sent:], None, None)
+                self._queue(work, other, message[sent:], None, None)
 
-    def _queue(self, other: int, *item: Any) -> None:
+    def _queue(self, work: MeshWork, other: int, *message: Any) -> None:
         with self._changed:
             self._unsent[other] += 1
-        self._queues[other].put(item)
+            work.unsent += 1
+        self._queues[other].put((work, *message))
 
     def poll(self, work: MeshWork) -> bool:
         with self._changed:
             self._check()
             for i, request in enumerate(work.requests):
-                needed = [(other, _key(f"{work.name}.{i}")) for other in self._sources(request)]
-                if not all(self._received.get(key) for key in needed):
+                has_sum = isinstance(request, AllReduce) and (work, i) not in self._sums
+                name = f"{work.name}.{i}.mean" if has_sum else f"{work.name}.{i}"
+                if not all((other, _key(name)) in self._received for other in self._sources(request)):
                     return False
                 # the second half of an all-reduce begins in `wait`
         return True
@@ -458,19 +470,31 @@ class MeshTransport(GroupedTransport):
 
     def wait(self, work: MeshWork) -> tuple[Reply, ...]:
         # all pieces are added up and sent before this rank waits for one
-        for i, request in enumerate(work.requests):
-            if isinstance(request, AllReduce) and len(self.members(request.group)) > 1:
-                own, name = self._reduced(work, i, request.op), f"{work.name}.{i}.mean"
-                data = _memory(own.cpu())
-                work.seals[i] = seal = digest_of(data, crc32(FRAME.pack(_key(name), len(data))))
-                for other in self._sources(request):
-                    self._put(other, name, own, seal)
+        for i in range(len(work.requests)):
+            if (work, i) in self._sums:
+                self._send_mean(work, i)
         replies = tuple(self._reply(work, i, request) for i, request in enumerate(work.requests))
         with self._changed:  # then the memory of the requests may change
             self._awaited = None
-            late = "nothing of what was sent is taken in time"
-            self._wait_until(lambda: not any(self._unsent.values()), late, ())
+            self._wait_until(lambda: not work.unsent, "nothing of what was sent is taken in time", ())
         return replies
+
+    def _send_mean(self, work: MeshWork, i: int) -> None:
+        """Add up this rank's piece of an all-reduce, and send it to the others."""
+        parts = self._sums.pop((work, i))
+        request = work.requests[i]
+        assert isinstance(request, AllReduce)
+        own, name = self._reduced(work, i, request.op), f"{work.name}.{i}.mean"
+        with self._changed:
+            self._parts.difference_update(parts)
+        data = _memory(own.cpu())
+        work.seals[i] = seal = digest_of(data, crc32(FRAME.pack(_key(name), len(data))))
+        for other in self._sources(request):
+            self._put(work, other, name, own, seal)
+
+    def _complete_sum(self) -> tuple[MeshWork, int] | None:
+        """An all-reduce all parts of which have come, the first one of them."""
+        return next((of for of, parts in self._sums.items() if all(key in self._received for key in parts)), None)
 
     def _reduced(self, work: MeshWork, i: int, op: Op) -> Tensor:
         """This rank's piece of a sum, in its place, in the order of the ranks."""
@@ -548,14 +572,19 @@ class MeshTransport(GroupedTransport):
         return self._as_tensor(other, name, data, like)
 
     def _next(self, other: int, name: str) -> Arrived:
-        key = other, _key(name)
-        with self._changed:
-            self._awaited = key
-            self._wait_until(lambda: key in self._received, f"rank {other} has sent nothing in time", [other])
-            found = self._received[key].popleft()
-            if not self._received[key]:
-                del self._received[key]
-        return found
+        key, late = (other, _key(name)), f"rank {other} has sent nothing in time"
+        while True:
+            with self._changed:
+                self._awaited = key
+                self._wait_until(lambda: key in self._received or self._complete_sum() is not None, late, [other])
+                if key in self._received:
+                    found = self._received[key].popleft()
+                    if not self._received[key]:
+                        del self._received[key]
+                    return found
+                complete = self._complete_sum()
+            if complete is not None:  # in the time in which this rank would wait
+                self._send_mean(*complete)
 
     def _as_tensor(self, other: int, name: str, data: bytearray, like: Tensor) -> tuple[Tensor, bytearray]:
         if len(data) != like.numel() * like.element_size():

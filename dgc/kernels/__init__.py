@@ -23,6 +23,8 @@ from dgc.kernels.codes.halves import HalfCode as HalfCode
 from dgc.kernels.codes.halves import Halves as Halves
 from dgc.kernels.codes.halves import code_of as code_of
 from dgc.kernels.codes.native import NativeBlocks, NativeElementCoder, NativeHalves, NativeQuantizers
+from dgc.kernels.digest import RowSums as RowSums
+from dgc.kernels.digest.native import NativeRowSums
 from dgc.kernels.library import KernelsUnavailable as KernelsUnavailable
 from dgc.kernels.lowrank import LowRank as LowRank
 from dgc.kernels.lowrank.native import NativeLowRank
@@ -62,6 +64,7 @@ class Backend:
     lowrank: LowRank
     blocks: Blocks
     halves: Halves
+    sums: RowSums
     decoder: MeanDecoder | None = None
     coder: ElementCoder | None = None
 
@@ -85,6 +88,11 @@ def use(name: str) -> None:
 def of(tensor: Tensor) -> Backend:
     """Return the kernels for the tensor's device, for example `kernels.of(v).codec`."""
     return _backend(_asked, tensor.device)
+
+
+def on_host() -> Backend:
+    """Return the kernels for bytes in the host's memory, whatever the device of the model."""
+    return _backend("auto" if _asked == "triton" else _asked, torch.device("cpu"))
 
 
 def of_code(code: BlockCode, tensor: Tensor) -> Blocks:
@@ -115,6 +123,7 @@ def _backend(asked: str, device: torch.device) -> Backend:
                 NativeLowRank(native),
                 NativeBlocks(native),
                 NativeHalves(),
+                NativeRowSums(),
             )
             return Backend(native, *families, NativeMeanDecoder(), NativeElementCoder())
         if name == "triton":
@@ -127,7 +136,7 @@ def _backend(asked: str, device: torch.device) -> Backend:
         if started is None or os.environ.get(started.launcher.local_rank, "0") == "0":
             warn(f"{missing}. Plain PyTorch is used instead, which is slower")
     plain = SelectionKernels()
-    return Backend(plain, Codec(), Quantizers(), LowRank(plain), Blocks(plain), Halves(plain))
+    return Backend(plain, Codec(), Quantizers(), LowRank(plain), Blocks(plain), Halves(plain), RowSums())
 
 
 def _triton(device: str) -> Backend:
@@ -146,4 +155,4 @@ def _triton(device: str) -> Backend:
     triton = TritonSelection()
     families = TritonCodec(), TritonQuantizers(), TritonLowRank(triton)
     rows = TritonBlocks(selection=triton), TritonHalves(triton)
-    return Backend(triton, *families, *rows, TritonMeanDecoder(), TritonElementCoder())
+    return Backend(triton, *families, *rows, RowSums(), TritonMeanDecoder(), TritonElementCoder())

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+import dgc.kernels as kernels
 from dgc.comm.digest import ROW_BYTES, digest_of
 
 LENGTHS = [0, 1, ROW_BYTES - 1, ROW_BYTES, 3 * ROW_BYTES + 17]
@@ -23,8 +24,10 @@ def test_a_changed_byte_changes_it(length: int) -> None:
     assert digest_of(data) == before
 
 
-def test_it_is_the_same_on_all_machines() -> None:
-    """Whatever their versions: groups on several machines compare it."""
+@pytest.mark.parametrize("backend", ["auto", "reference", "triton"])
+def test_it_is_the_same_on_all_machines(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever their versions and kernels: groups on several machines compare it."""
+    monkeypatch.setattr(kernels, "_asked", backend)
     data = bytes(i * i % 251 for i in range(3 * ROW_BYTES + 7))
     assert [digest_of(data[:5]), digest_of(data)] == [3051525001, 1406231184]
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from environment import patient
+from groups.sites import until
 
 from dgc.comm.lines import LineClient, LineServer
 from dgc.comm.lockstep import execute
@@ -22,6 +23,7 @@ from dgc.comm.mesh import (
     Meeting,
     MeshError,
     MeshTransport,
+    MeshWork,
     _key,
     dial,
     read_line,
@@ -201,14 +203,58 @@ def test_after_its_end_an_exchange_writes_no_more_into_the_memory_of_a_sum() -> 
     first, second = meshes(2)
     tensor = numbers(0, 1000)
     first.launch("x", [AllReduce(tensor)])
-    second._queue(0, FRAME.pack(_key("x.0.mean"), 2000), None, None)  # half of it never comes
-    second._queue(0, bytes(1000), None, None)
+    half = MeshWork("x", ())
+    second._queue(half, 0, FRAME.pack(_key("x.0.mean"), 2000), None, None)  # the rest never comes
+    second._queue(half, 0, bytes(1000), None, None)
     deadline = time.monotonic() + patient(5)
     while not torch.equal(tensor[500:750], torch.zeros(250)):
         assert time.monotonic() < deadline
     first.close()
     first.join()
     assert not any(thread.is_alive() for thread in first._threads)
+    second.close()
+
+
+def test_a_rank_makes_a_sum_in_the_time_in_which_it_waits_for_another_mean() -> None:
+    first, second = meshes(2)
+
+    def launched(mesh: MeshTransport) -> list[MeshWork]:
+        return [mesh.launch(name, [AllReduce(numbers(mesh.rank, 3000))]) for name in "xy"]
+
+    works = [launched(mesh) for mesh in (first, second)]
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(first.wait, works[0][0])
+        until(lambda: (0, _key("y.0.mean")) in second._received)
+        assert not waits.done()
+        found = [second.wait(work)[0] for work in works[1]] + [waits.result()[0]]
+    until(lambda: first.poll(works[0][1]))
+    for reply in (*found, *first.wait(works[0][1])):
+        torch.testing.assert_close(reply, (numbers(0, 3000) + numbers(1, 3000)) / 2, rtol=0, atol=0)
+    first.close()
+    second.close()
+
+
+def test_a_sum_that_was_made_before_is_awaited_by_its_mean() -> None:
+    first, second = meshes(2)
+    work, other = (mesh.launch("x", [AllReduce(numbers(mesh.rank, 3000))]) for mesh in (first, second))
+    until(lambda: first.poll(work))
+    first._send_mean(work, 0)
+    assert not first.poll(work)
+    second.wait(other)
+    until(lambda: first.poll(work))
+    first.close()
+    second.close()
+
+
+def test_a_wait_does_not_last_until_messages_of_other_requests_are_taken() -> None:
+    first, second = meshes(2)
+    first.deadline = time.monotonic() + patient(5)
+    with second._changed:  # its thread waits for the lock, and takes nothing
+        works = [mesh.launch("small", [AllGather(numbers(mesh.rank, 3))]) for mesh in (first, second)]
+        first.launch("large", [AllGather(torch.zeros(2**24))])
+        assert torch.equal(first.wait(works[0])[0][1], numbers(1, 3))
+        assert first._unsent[1]
+    first.close()
     second.close()
 
 
