@@ -206,6 +206,7 @@ class Tree:
     groups: int
 
 
+@lru_cache(maxsize=1024)
 def tree_of(programs: int, fan: int) -> Tree:
     """Return the tree of so many programs, with groups of `fan`."""
     levels = sums = groups = 0

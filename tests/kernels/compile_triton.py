@@ -27,7 +27,7 @@ from dgc.kernels.codes.triton import TritonQuantizers
 from dgc.kernels.codes.triton_blocks import TritonBlocks
 from dgc.kernels.codes.triton_elements import TritonElementCoder
 from dgc.kernels.codes.triton_halves import TritonHalves
-from dgc.kernels.launch import WARPS, Launcher, Recorder, recording
+from dgc.kernels.launch import MOST_READ, WARPS, Launcher, Recorder, recording
 from dgc.kernels.lowrank import Batch, Cast, SentUpdate
 from dgc.kernels.lowrank.triton import TritonLowRank
 from dgc.kernels.payload import Terms
@@ -170,7 +170,9 @@ def every_payload(codec: Any, decoder: Any) -> None:
             plan = PayloadPlan(formats.SparseFormat(form, indices), budget, n)
             payload = plan.encode(codec, SparseVector(x.int(), x, count), first).payload
             codec.words_of([payload])
-            decoder.mean_into_(torch.zeros(n), [payload] * 2, plan.layout, bounds, 2)
+            for most in (MOST_READ, 0):  # for one program, and in parts
+                with patch("dgc.kernels.payload.triton.MOST_READ", most):
+                    decoder.mean_into_(torch.zeros(n), [payload] * 2, plan.layout, bounds, 2)
     codec.seal_rows_(payload.view(1, -1), count, first, bounds, torch.ones(()), Terms(1.0, 0))
 
 

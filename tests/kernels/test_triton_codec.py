@@ -184,7 +184,33 @@ def test_means() -> None:
             assert torch.equal(numbers[:-1], dense_words(plan, sent[:ranks])) and numbers[-1] == 1
 
 
+@pytest.fixture(params=["alone", "in parts"])
+def divided(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether coded indices are read in parts, small ones on several levels, whatever their number."""
+    if request.param == "in parts":
+        request.getfixturevalue("small_groups")
+        monkeypatch.setattr("dgc.kernels.payload.triton.MOST_READ", 0)
+        monkeypatch.setattr("dgc.kernels.payload.triton.LISTED", 2)
+    return bool(request.param == "in parts")
+
+
+@pytest.mark.parametrize("indices", ["packed", "rice", "chunks"])
+def test_coded_indices_of_many_parts(indices: str, divided: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In any order of programs. The launches leave the zeros that they share."""
+    n, capacity, orders = 16_000, 3000, PROGRAMS if divided else ["in order" if INTERPRETED else "any"]
+    plan, end = plan_of(formats.CastValues("fp32"), indices, n, capacity), torch.tensor(n, device=DEVICE)
+    sent = [plan.encode(Codec(), selection_of(n, 3000 - 1400 * i, capacity, i), end).payload for i in range(2)]
+    expected, words = dense_mean(plan, sent, 2), dense_words(plan, sent)
+    for order in orders:
+        monkeypatch.setattr("triton.runtime.interpreter.range", PROGRAMS[order], raising=False)
+        mean = torch.full((n,), float("nan"), device=DEVICE)
+        numbers = TritonMeanDecoder().mean_into_(mean, sent, plan.layout, plan.budget.bounds, 2)
+        assert same(mean, expected) and torch.equal(numbers[:-1], words), order
+    assert not zeros_on(torch.device(DEVICE), 1 << 10).any()
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, of values that overflow
+@pytest.mark.usefixtures("divided")
 def test_broken_payloads_are_found_before_they_are_read() -> None:
     generator, end = torch.Generator().manual_seed(0), torch.tensor(3000, device=DEVICE)
     mean = torch.zeros(3000, device=DEVICE)
@@ -212,6 +238,7 @@ def test_broken_payloads_are_found_before_they_are_read() -> None:
             payloads.seal_(noisy)
             sent[trial % 2] = noisy
             assert torch.equal(numbers_of(plan, sent)[:-1], dense_words(plan, sent)), (values, trial)
+    assert not zeros_on(torch.device(DEVICE), 1 << 10).any()
     plan = plan_of(formats.CastValues("fp32"), "int32", 3000, 600)
     sent = [plan.encode(Codec(), selection_of(3000, 600, 600, 0, 3e38), end).payload] * 2
     assert numbers_of(plan, sent)[-1] == 0, "the sum is not finite"

@@ -11,6 +11,7 @@ from kernels.comparison import REFERENCE, Pass, assert_same_choice, check_moment
 from kernels.interpreter import DEVICE, INTERPRETED, backwards, shuffled
 from kernels.interpreter import interpreter as interpreter
 from kernels.products import Given, normal
+from kernels.test_triton_codec import divided as divided
 from kernels.test_triton_codec import plan_of, selection_of
 from kernels.test_triton_codec import small_groups as small_groups
 from sparse import payloads
@@ -20,7 +21,7 @@ from dgc.kernels.codes.triton_elements import TritonElementCoder
 from dgc.kernels.launch import _MOST, MOST_READ, Launcher, most_read, zeros_on
 from dgc.kernels.lowrank import Batch, Cast, consecutive
 from dgc.kernels.lowrank.triton import HEIGHT, WIDTH, Tiles, TritonLowRank
-from dgc.kernels.payload import Terms
+from dgc.kernels.payload import Codec, Terms
 from dgc.kernels.payload.triton import TritonCodec, TritonMeanDecoder
 from dgc.kernels.selection import Budget, PassInputs, SelectionKernels, SparseVector
 from dgc.kernels.selection.triton import TritonSelection
@@ -225,24 +226,49 @@ def test_no_program_that_encodes_every_element_reads_more_than_64_kilobytes(
     assert set(most) == {"measure", "encode"} and max(most.values()) <= MOST_READ, most
 
 
+UNPACKING = {
+    "int64": set(),
+    "int32": set(),
+    "packed": {"sum_fields", "sum_gaps", "place_indices"},
+    "rice": {"sum_fields", "place_ones", "sum_gaps", "place_indices"},
+    "chunks": {"sum_chunks", "place_in_chunks"},
+}
+
+
 @pytest.mark.parametrize("ratio", [0.001, 0.1])
-@pytest.mark.parametrize("indices", ["int64", "int32", "rice"])
+@pytest.mark.parametrize("indices", UNPACKING)
 @pytest.mark.parametrize("values", [formats.CastValues("fp32"), formats.TwoBitValues()], ids=["fp32", "2bit"])
 @pytest.mark.parametrize("name", LARGE)
 def test_no_check_of_a_payload_reads_more_than_64_kilobytes(
     launched: list[Any], name: str, values: Any, indices: str, ratio: float
 ) -> None:
-    sizes, ranks = LARGE[name], 8
-    ks = [-int(-n * ratio // 1) for n in sizes]
+    """Nor any program that decodes its indices."""
+    mean_on_meta(LARGE[name], values, indices, ratio)
+    most = most_of([call for call in launched if call[0].fn.__name__ != "merge"])
+    assert set(most) == {"check", "open_headers"} | UNPACKING[indices] and max(most.values()) <= MOST_READ, most
+
+
+def mean_on_meta(sizes: Any, values: Any, indices: str, ratio: float) -> None:
+    ranks, ks = 8, [-int(-n * ratio // 1) for n in sizes]
     bounds, each = (torch.empty(len(sizes) + one, dtype=torch.int64, device="meta") for one in (1, 0))
     form = formats.SparseFormat(values, payloads.INDICES[indices])
     layout = form.layout(Budget(bounds, each, sum(ks)), sum(sizes))
     gathered = torch.empty(ranks, layout.nbytes, dtype=torch.uint8, device="meta").unbind()
     TritonMeanDecoder().mean_into_(torch.empty(sum(sizes), device="meta"), gathered, layout, bounds, ranks)
     TritonCodec().words_of(gathered)
-    own = [call for call in launched if call[0].fn.__name__ in ("check", "open_headers")]
-    most = most_of(own)
-    assert set(most) == {"check", "open_headers"} and max(most.values()) <= MOST_READ, most
+
+
+@pytest.mark.parametrize("indices", ["packed", "rice", "chunks"])
+def test_indices_of_a_payload_are_decoded_in_one_launch_where_that_reads_64_kilobytes_at_most(
+    launched: list[Any], indices: str
+) -> None:
+    capacities = {"packed": 3000, "rice": 1000, "chunks": 800}
+    for times in (1, 3):
+        launched.clear()
+        mean_on_meta([1_000_000], formats.CastValues("fp16"), indices, times * capacities[indices] / 1e6)
+        most = most_of([call for call in launched if call[0].fn.__name__ != "merge"])
+        expected = UNPACKING[indices] if times > 1 else {"unpack_chunks" if indices == "chunks" else "unpack"}
+        assert set(most) == {"check", "open_headers"} | expected and max(most.values()) <= MOST_READ, most
 
 
 @pytest.mark.parametrize("ratio", [0.001, 0.1])
@@ -417,3 +443,16 @@ def test_no_program_that_measures_a_code_reads_more_than_its_kernel_states(indic
     assert len(reads) == {"packed": 1, "rice": 2}[indices]
     for name, most, stated in reads:
         assert 0.9 * stated <= most <= stated, (name, most, stated)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off on a GPU")
+@pytest.mark.usefixtures("divided")
+@pytest.mark.parametrize("indices", ["packed", "rice", "chunks"])
+def test_no_program_that_decodes_indices_reads_more_than_its_kernel_states(indices: str, reads: list[Any]) -> None:
+    plan, mean = plan_of(formats.CastValues("fp16"), indices, 16_000, 3000), torch.zeros(16_000, device=DEVICE)
+    payload = plan.encode(Codec(), selection_of(16_000, 3000, 3000, 1), torch.tensor(16_000)).payload
+    plan.mean_into_(mean, TritonMeanDecoder(), [payload.to(DEVICE)] * 2, 2).wait()
+    decoding = [own for own in reads if own[0] not in ("check", "merge")]
+    assert {name for name, _, _ in decoding} in (UNPACKING[indices], {"unpack"}, {"unpack_chunks"})
+    for name, most, stated in decoding:
+        assert 0 < most <= stated, (name, most, stated)

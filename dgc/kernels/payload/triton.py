@@ -2,7 +2,8 @@
 
 Launches of `encode`, PyTorch's included: 2, for Rice codes 3, for plain indices and cast values 1 if the largest
 magnitude is known, else 3 (in chunks 2, else 4); `seal_` and `words_of` 1. The mean of any number of payloads
-takes 2, and 1 more if indices are coded. Nothing waits for the device.
+takes 2, and for coded indices 1 more; where one program would read more than 64 kB of them, 2 more for chunks, 3
+for packed ones and 4 for Rice codes. Nothing waits for the device.
 """
 
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from dgc.kernels.launch import (
     BLOCK,
+    MOST_READ,
     Launcher,
     Tree,
     as_rows,
@@ -53,11 +55,20 @@ from dgc.kernels.payload.triton_coded import (
 )
 from dgc.kernels.payload.triton_mean import (
     CHECKED,
+    KNOWN,
     SUMMED,
     TILE,
     check,
     merge,
     open_headers,
+    place_in_chunks,
+    place_indices,
+    place_ones,
+    read_by_unpack,
+    read_by_unpack_chunks,
+    sum_chunks,
+    sum_fields,
+    sum_gaps,
     unpack,
     unpack_chunks,
 )
@@ -68,6 +79,7 @@ from dgc.kernels.selection.triton import INTERPRETED
 SCALED_KINDS = (ValueKind.FP16, ValueKind.BF16)
 FEW = 256  # entries of a payload that `merge` reads at a time: a tile has few
 PART = 512  # elements of a coded payload per program: fields need many registers
+LISTED = 1024  # blocks of a code, or chunks, of which a program adds what is known of them
 COUNTERS = 2 + 2 * SHARES.value
 
 
@@ -96,10 +108,11 @@ class CodePlan:
 
 @lru_cache(maxsize=1024)
 def plan_code(code: IndexCode) -> CodePlan:
+    n = blocks_of(code)
     if code.kind not in BLOCKS:
-        return CodePlan(1, code.parameter, 0, tree_of(0, FAN.value), 0, 0)
+        return CodePlan(1, n, 0, tree_of(0, FAN.value), 0, 0)
     block, parts = BLOCKS[code.kind], blocks(code.capacity)
-    n, tree = block_count(code.capacity, block), tree_of(parts, FAN.value)
+    tree = tree_of(parts, FAN.value)
     if code.kind == IndexKind.PACKED:
         return CodePlan(block, n, parts, tree, SHARES.value, 2 * n + tree.sums)
     return CodePlan(block, n, parts, tree, 1, 3 * n + 2 * tree.sums)
@@ -259,7 +272,7 @@ class TritonCodec(Codec):
 
 
 class TritonMeanDecoder(MeanDecoder):
-    """Checks the payloads of all ranks and adds them, in two launches, or three if their indices are coded."""
+    """Checks the payloads of all ranks and adds them, in two launches, and one to four more for coded indices."""
 
     def __init__(self) -> None:
         self._launch = Launcher(INTERPRETED)
@@ -300,21 +313,87 @@ class TritonMeanDecoder(MeanDecoder):
         self, rows: UInt8[Tensor, "ranks nbytes"], code: IndexCode
     ) -> tuple[UInt8[Tensor, "ranks row"], Int32[Tensor, "ranks"]]:
         """Return the bytes of int32 indices, and whether they are valid."""
-        ranks, block, device = rows.shape[0], BLOCKS.get(code.kind, 1), rows.device
-        is_rice, in_chunks = code.kind == IndexKind.RICE, code.kind == IndexKind.CHUNKS
-        n_blocks = code.parameter if in_chunks else block_count(code.capacity, block)
-        starts = torch.empty(ranks * n_blocks, dtype=torch.int64, device=device)
-        ones = torch.empty(ranks * code.capacity if is_rice else 0, dtype=torch.int64, device=device)
+        ranks, device, n, in_chunks = rows.shape[0], rows.device, blocks_of(code), code.kind == IndexKind.CHUNKS
         indices = torch.empty(ranks, code.capacity, dtype=torch.int32, device=device)
         flags = torch.empty(ranks, dtype=torch.int32, device=device)
+        if in_chunks:
+            most = read_by_unpack_chunks(code.capacity, n)
+        else:
+            most = read_by_unpack(code.kind == IndexKind.RICE, code.capacity, n, code.nbytes)
+        if most > MOST_READ:
+            (self._unpack_chunks_in_parts if in_chunks else self._unpack_in_parts)(rows, code, indices, flags)
+            return indices.view(torch.uint8), flags
+        starts = torch.empty(ranks * n, dtype=torch.int64, device=device)
         given, end = (rows, rows.stride(0), code.capacity), (indices, flags)
         if in_chunks:
-            steps = n_blocks.bit_length()
-            self._launch(unpack_chunks, rows, ranks, *given, n_blocks, steps, code.nbytes, starts, *end, BLOCK)
+            self._launch(unpack_chunks, rows, ranks, *given, n, n.bit_length(), code.nbytes, starts, *end, BLOCK)
         else:
-            sizes = (code.numel, n_blocks, code.nbytes, starts, ones)
-            self._launch(unpack, rows, ranks, *given, *sizes, *end, int(code.kind), block, BLOCK)
+            is_rice = code.kind == IndexKind.RICE
+            ones = torch.empty(ranks * code.capacity if is_rice else 0, dtype=torch.int64, device=device)
+            sizes, variant = (code.numel, n, code.nbytes, starts, ones), (int(code.kind), BLOCKS[code.kind], BLOCK)
+            self._launch(unpack, rows, ranks, *given, *sizes, *end, *variant)
         return indices.view(torch.uint8), flags
+
+    def _unpack_in_parts(self, rows: Tensor, code: IndexCode, indices: Tensor, flags: Tensor) -> None:
+        ranks, device, n, is_rice = rows.shape[0], rows.device, blocks_of(code), code.kind == IndexKind.RICE
+        fields = Parts(block_count(n, LISTED), 2)
+        tiles = Parts(block_count(8 * code.nbytes, BLOCK) if is_rice else 0, 1)
+        gaps = Parts(block_count(code.capacity, PART), 2)
+        sizes = [KNOWN.value, n, fields.sums, tiles.sums, gaps.sums, code.capacity if is_rice else 0]
+        work = torch.empty(ranks * sum(sizes), dtype=torch.int64, device=device)
+        known, starts, field_sums, tile_sums, gap_sums, ones = work.split([ranks * size for size in sizes])
+        zeros = zeros_on(device, ranks * (fields.tree.groups + tiles.tree.groups + gaps.tree.groups))
+        arrived = zeros.split([ranks * parts.tree.groups for parts in (fields, tiles, gaps)])
+        given, variant = (rows, rows.stride(0), code.capacity), (BLOCKS[code.kind], LISTED)
+        where, programs = (known, starts), ranks * (fields.count + tiles.count)
+        sums = (*fields.given(field_sums, arrived[0]), *tiles.given(tile_sums, arrived[1]))
+        self._launch(sum_fields, rows, programs, *given, n, code.nbytes, *where, *sums, *variant, BLOCK)
+        if is_rice:
+            places = (known, tile_sums, tiles.sums, tiles.count, tiles.tree.levels, ones, BLOCK)
+            self._launch(place_ones, rows, ranks * tiles.count, *given, code.nbytes, *places)
+        read = (*where, field_sums, fields.sums, fields.count, fields.tree.levels, ones)
+        own, kind = (*gaps.given(gap_sums, arrived[2]), indices, flags), (int(code.kind), *variant, PART)
+        self._launch(sum_gaps, rows, ranks * gaps.count, *given, code.numel, n, code.nbytes, *read, *own, *kind)
+        sums = (gap_sums, gaps.sums, gaps.count, gaps.tree.levels, indices, PART)
+        self._launch(place_indices, rows, ranks * gaps.count, *given, code.numel, *sums)
+
+    def _unpack_chunks_in_parts(self, rows: Tensor, code: IndexCode, indices: Tensor, flags: Tensor) -> None:
+        ranks, device, n = rows.shape[0], rows.device, blocks_of(code)
+        parts, programs = Parts(block_count(n, LISTED), 2), block_count(code.capacity, FEW)
+        assert parts.tree.levels < 2, "2**31 elements have at most 512 parts of 1024 chunks"
+        work = torch.empty(ranks * (n + parts.sums), dtype=torch.int64, device=device)
+        starts, sums = work.split([ranks * n, ranks * parts.sums])
+        given, zeros = (rows, rows.stride(0)), zeros_on(device, ranks * parts.tree.groups)
+        own = (starts, *parts.given(sums, zeros), flags, LISTED)
+        self._launch(sum_chunks, rows, ranks * parts.count, *given, n, *own)
+        read = (starts, sums, parts.sums, parts.count, parts.count.bit_length(), indices, programs)
+        sizes, variant = (code.capacity, n, code.nbytes), (LISTED, LISTED.bit_length(), FEW)
+        self._launch(place_in_chunks, rows, ranks * programs, *given, *sizes, *read, *variant)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Parts of something, of which `rows` numbers are added in a tree of their programs."""
+
+    count: int
+    rows: int
+
+    @property
+    def tree(self) -> Tree:
+        return tree_of(self.count, FAN.value)
+
+    @property
+    def sums(self) -> int:
+        return self.rows * self.tree.sums
+
+    def given(self, sums: Tensor, arrived: Tensor) -> tuple[Any, ...]:
+        """Return the arguments of a kernel for several ranks."""
+        return sums, self.sums, arrived, self.tree.groups, self.count, self.tree.levels
+
+
+def blocks_of(code: IndexCode) -> int:
+    """Return the number of blocks of a code, or of chunks."""
+    return block_count(code.capacity, BLOCKS[code.kind]) if code.kind in BLOCKS else code.parameter
 
 
 def parts_of(nbytes: int) -> int:
