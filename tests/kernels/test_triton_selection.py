@@ -274,12 +274,13 @@ def test_indices_of_a_payload_are_decoded_in_one_launch_where_that_reads_64_kilo
 @pytest.mark.parametrize("ratio", [0.001, 0.1])
 @pytest.mark.parametrize("indices", ["packed", "rice"])
 @pytest.mark.parametrize("name", LARGE)
-def test_no_program_that_measures_a_code_reads_more_than_64_kilobytes(
+def test_no_program_that_writes_coded_indices_reads_more_than_64_kilobytes(
     launched: list[Any], name: str, indices: str, ratio: float
 ) -> None:
+    """With values that have no scales of tensors."""
     encode_on_meta(name, formats.CastValues("fp16"), indices, ratio)
-    most = most_of([call for call in launched if call[0].fn.__name__ != "write_coded"])
-    expected = {"packed": {"measure_packed"}, "rice": {"measure_rice", "place_rice"}}[indices]
+    most = most_of(launched)
+    expected = {"packed": {"measure_packed"}, "rice": {"measure_rice", "place_rice"}}[indices] | {"write_coded"}
     assert set(most) == expected and max(most.values()) <= MOST_READ, most
 
 
@@ -437,10 +438,12 @@ def test_no_check_of_a_payload_reads_more_than_its_kernel_states(values: Any, re
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off on a GPU")
 @pytest.mark.usefixtures("small_groups")
 @pytest.mark.parametrize("indices", ["packed", "rice"])
-def test_no_program_that_measures_a_code_reads_more_than_its_kernel_states(indices: str, reads: list[Any]) -> None:
+def test_no_program_that_writes_coded_indices_reads_more_than_its_kernel_states(
+    indices: str, reads: list[Any]
+) -> None:
     plan = plan_of(formats.CastValues("fp16"), indices, 300_000, 5000)
     plan.encode(TritonCodec(), selection_of(300_000, 5000, 5000, 1), torch.tensor(300_000, device=DEVICE))
-    assert len(reads) == {"packed": 1, "rice": 2}[indices]
+    assert len(reads) == {"packed": 2, "rice": 3}[indices]
     for name, most, stated in reads:
         assert 0.9 * stated <= most <= stated, (name, most, stated)
 

@@ -553,9 +553,19 @@ def two_bit_segment(
 CODED_SIZES = "capacity n_blocks stride n_found levels n_segments begin codes".split()
 
 
+def read_by_write_coded(a: Any) -> int:
+    """Return the most bytes that a program reads: for each element its index, value and gap, and the parameter and
+    first bit of its block; or all sent elements of a tensor, for signs and int8 twice, for 2 bits five times, and
+    where sums must be added one by one once or three times more.
+    """
+    passes = {SIGN.value: 3, INT8.value: 2}.get(a.KIND, 8) if a.KIND > BF16.value else 0
+    return max(32 * a.LANES, 4 * passes * a.capacity)
+
+
 @moves(
     "indices indices indices values values values values bounds widths tensors payload",
     "payload decoded own_indices own_values",
+    most=read_by_write_coded,
 )
 @triton.jit(do_not_specialize=[*CODED_SIZES, "ratio", "form", "n_programs", "n_bounds"])
 @no_type_check
