@@ -95,6 +95,14 @@ def skipif(condition: bool, reason: str) -> Callable[[Any], Any]:
     return mark
 
 
+def usefixtures(*names: str) -> Callable[[Any], Any]:
+    def mark(test: Any) -> Any:
+        test.used = [*names, *getattr(test, "used", [])]
+        return test
+
+    return mark
+
+
 def fixture(function: Any = None, **options: Any) -> Any:
     if function is None:
         return lambda marked: fixture(marked, **options)
@@ -108,9 +116,11 @@ def _pytest() -> ModuleType:
         parametrize=parametrize,
         proof=lambda test: test,
         skipif=skipif,
+        usefixtures=usefixtures,
         filterwarnings=lambda warning: lambda test: test,
     )
-    parts: dict[str, Any] = {"MonkeyPatch": MonkeyPatch, "raises": raises, "fixture": fixture, "mark": mark}
+    parts: dict[str, Any] = {"MonkeyPatch": MonkeyPatch, "FixtureRequest": SimpleNamespace, "mark": mark}
+    parts |= {"raises": raises, "fixture": fixture}
     module.__dict__.update(
         parts, param=lambda *values, marks: Row(values), importorskip=lambda name, reason="": import_module(name)
     )
@@ -134,21 +144,28 @@ def cases(module: ModuleType, left_out: Mapping[str, str]) -> Iterator[tuple[str
     unknown = left_out.keys() - found.keys()
     assert not unknown, f"no tests of these names: {sorted(unknown)}"
     fixtures = {name: f for name, f in vars(module).items() if hasattr(f, "fixture_options")}
+    params = {name: f.fixture_options["params"] for name, f in fixtures.items() if "params" in f.fixture_options}
     kept: dict[str, Any] = {}
     for name, test in found.items():
         if name in left_out or getattr(test, "is_skipped", False):
             continue
-        for rows in product(*getattr(test, "rows", [])):
-            given = {key: value for row in rows for key, value in row.items()}
-            label = ", ".join(f"{key}={getattr(value, '__name__', value)}" for key, value in given.items())
-            yield f"{name}({label})", _Case(test, given, fixtures, kept)
+        rows_of_test = getattr(test, "rows", [])
+        wanted = [*inspect.signature(test).parameters, *getattr(test, "used", [])]
+        rows_of_fixtures = [[{key: value} for value in params[key]] for key in wanted if key in params]
+        for rows in product(*rows_of_test, *rows_of_fixtures):
+            values = {key: value for row in rows for key, value in row.items()}
+            label = ", ".join(f"{key}={getattr(value, '__name__', value)}" for key, value in values.items())
+            yield f"{name}({label})", _Case(test, values, fixtures, kept)
 
 
 class _Case:
-    """kept: the values of fixtures of module scope."""
+    """A test with its values.
 
-    def __init__(self, test: Any, given: dict[str, Any], fixtures: dict[str, Any], kept: dict[str, Any]):
-        self._test, self._given, self._fixtures, self._kept = test, given, fixtures, kept
+    values: of the test's parameters, and the `request.param` of its fixtures. kept: of fixtures of module scope.
+    """
+
+    def __init__(self, test: Any, values: dict[str, Any], fixtures: dict[str, Any], kept: dict[str, Any]):
+        self._test, self._values, self._fixtures, self._kept = test, values, fixtures, kept
 
     def __call__(self) -> None:
         with MonkeyPatch.context() as changes:
@@ -156,8 +173,11 @@ class _Case:
             for name, function in self._fixtures.items():
                 if function.fixture_options.get("autouse"):
                     self._value(name, made)
+            for name in getattr(self._test, "used", []):
+                self._value(name, made)
+            given = {name: value for name, value in self._values.items() if name not in self._fixtures}
             wanted = inspect.signature(self._test).parameters
-            self._test(**{n: self._given[n] if n in self._given else self._value(n, made) for n in wanted})
+            self._test(**{n: given[n] if n in given else self._value(n, made) for n in wanted})
 
     def _value(self, name: str, made: dict[str, Any]) -> Any:
         if name in made or name in self._kept:
@@ -166,7 +186,15 @@ class _Case:
             raise LookupError(f"the test needs the fixture {name!r}, which its file does not define")
         function = self._fixtures[name]
         where = self._kept if function.fixture_options.get("scope") == "module" else made
-        where[name] = function(**{n: self._value(n, made) for n in inspect.signature(function).parameters})
+        request = SimpleNamespace(
+            param=self._values.get(name), getfixturevalue=lambda wanted: self._value(wanted, made)
+        )
+        where[name] = function(
+            **{
+                n: request if n == "request" else self._value(n, made)
+                for n in inspect.signature(function).parameters
+            }
+        )
         return where[name]
 
 

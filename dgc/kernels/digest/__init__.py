@@ -3,8 +3,9 @@
 They are of bytes in the host's memory, and NumPy defines them: a message may be in memory that only reads.
 """
 
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any, TypeAlias
+
+Numbers: TypeAlias = Any  # a NumPy array of int64. Training does without NumPy, and does not import it
 
 
 class RowSums:
@@ -12,7 +13,6 @@ class RowSums:
 
     COLUMNS = 512
 
-    def of(self, rows: NDArray[np.int64], weights: NDArray[np.int64]) -> NDArray[np.int64]:
+    def of(self, rows: Numbers, weights: Numbers) -> Numbers:
         """The sum of each row's numbers times `weights`, modulo 2**64. Both are contiguous."""
-        found: NDArray[np.int64] = rows @ weights
-        return found
+        return rows @ weights

@@ -2,10 +2,7 @@
 
 from ctypes import c_int64, c_void_p
 
-import numpy as np
-from numpy.typing import NDArray
-
-from dgc.kernels.digest import RowSums
+from dgc.kernels.digest import Numbers, RowSums
 from dgc.kernels.library import Native, Signatures
 
 SIGNATURES: Signatures = {"dgc_row_sums": (None, (c_void_p, c_int64, c_void_p, c_void_p))}
@@ -16,10 +13,10 @@ class NativeRowSums(Native, RowSums):
 
     signatures = SIGNATURES
 
-    def of(self, rows: NDArray[np.int64], weights: NDArray[np.int64]) -> NDArray[np.int64]:
+    def of(self, rows: Numbers, weights: Numbers) -> Numbers:
         assert rows.shape[1:] == weights.shape == (self.COLUMNS,)
         assert rows.flags.c_contiguous and weights.flags.c_contiguous
-        sums = np.empty(len(rows), np.int64)
+        sums = rows[:, 0].copy()
         where = (array.__array_interface__["data"][0] for array in (rows, weights, sums))
         given, factors, made = where
         self._library.dgc_row_sums(given, len(rows), factors, made)
