@@ -12,6 +12,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
+from typing_extensions import assert_never
 
 from dgc.comm.collectives import all_gather_object
 from dgc.comm.presence import Address, Presence, explain
@@ -291,6 +292,8 @@ class HorovodTransport(GroupedTransport):
                 pieces = [as_bytes(sends[to]) if to in sends else NO_BYTES for to in range(len(members))]
                 counts = torch.tensor([p.numel() for p in pieces], dtype=torch.int32)
                 return hvd.alltoall_async(torch.cat(pieces), splits=counts, name=name, process_set=process_set)
+            case _:
+                assert_never(request)
 
     def _reply(self, request: Request, handle: int | None) -> Reply:
         if handle is None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import assert_never
 
 from dgc.comm.conversation import RunningConversation
 from dgc.comm.meter import TrafficMeter
@@ -272,6 +273,8 @@ def _signature(request: Request) -> tuple[object, ...]:
             return (*kind, tensor.dtype)
         case Exchange():
             return kind
+        case _:
+            assert_never(request)
 
 
 def execute(requests: Sequence[Any]) -> list[Reply]:

@@ -153,7 +153,7 @@ def test_it_has_the_replies_of_the_inner_transport(make: Any) -> None:
 
     plain = LockstepWorld(2).run(reply)
     through = LockstepWorld(2).run(lambda transport: reply(OfADevice(transport)))
-    assert all(map(same, plain, through)) and len(plain[0]) >= 1
+    assert all(map(same, plain, through)) and any(len(replies) for replies in plain)
 
 
 def reading(rank: int) -> Any:

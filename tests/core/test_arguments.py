@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,9 @@ from dgc.sparse.compressor import INDICES, MEMORIES, SELECTORS, VALUES, RatioWar
 from dgc.sparse.payloads import CastValues, Int8Values, PlainIndices, RiceIndices, SignValues
 from dgc.sparse.selectors import Exact, Predicted, Sampled
 from dgc.testing import Fleet
+from scripts.methods import SELECTORS as OF_METHODS
 
+ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("no_type_checks")
 
 
@@ -67,6 +70,27 @@ def test_a_name_stands_for_the_object_with_its_defaults(argument: str, name: str
 
 def test_a_selector_has_the_name_of_its_class() -> None:
     assert {type(make()).__name__.lower(): make for make in SELECTORS.values()} == SELECTORS
+
+
+def test_the_table_of_methods_has_every_selector() -> None:
+    assert sorted(OF_METHODS) == sorted(SELECTORS)
+
+
+CONFIGS = {"2bit": "twobit"}  # of values whose name no module may have
+
+
+@pytest.mark.parametrize(
+    ("folder", "part", "cls"),
+    [
+        *(("selection", name, type(make()).__name__) for name, make in SELECTORS.items()),
+        *(("dgc", name, type(make()).__name__) for name, make in VALUES.items() if name != "fp32"),  # the default
+    ],
+)
+def test_a_part_has_a_config_a_row_of_its_page_and_a_row_of_the_laws(folder: str, part: str, cls: str) -> None:
+    assert (ROOT / "configs" / folder / f"{CONFIGS.get(part, part)}.py").is_file()
+    rows = [line for line in (ROOT / "docs" / "methods.md").read_text().splitlines() if line.startswith("| ")]
+    assert any(f"`{part}`" in row for row in rows), f"no row of docs/methods.md has `{part}`"
+    assert cls in (ROOT / "tests" / "laws" / "table.py").read_text(), f"no row of the laws has {cls}"
 
 
 def test_the_formats_of_a_payload_are_chosen_by_name() -> None:

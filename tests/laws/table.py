@@ -160,6 +160,7 @@ def powersgd(name: str, settings: dict[str, Any]) -> Row:
 
 
 SELECTORS = (
+    selectors.Exact(),
     selectors.Trimmed(),
     selectors.Radix(),
     selectors.Laplace(warm_start=True),

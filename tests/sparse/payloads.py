@@ -28,6 +28,9 @@ FORMATS = {f"{v} {i}": formats.SparseFormat(VALUES[v], INDICES[i]) for v in VALU
 # Every value format and every index format at least once.
 NAMES = ("fp32 int64", "fp16 int32", "bf16 packed", "int8 rice", "sign rice", "2 bits packed", "fp32 chunks")
 SOME = {name: FORMATS[name] for name in NAMES}
+# Those that kernels decode and add in one call: their values have a `kind`.
+ALL_OF_KERNELS = {name: form for name, form in FORMATS.items() if form.values.kind is not None}
+SOME_OF_KERNELS = {name: form for name, form in SOME.items() if form.values.kind is not None}
 CODEC = Codec()
 
 

@@ -2,7 +2,7 @@
 
 import copy
 from functools import partial
-from itertools import product
+from itertools import cycle, product
 from typing import Any
 
 import pytest
@@ -10,14 +10,23 @@ import torch
 from cases import case
 from kernels.comparison import REFERENCE, same
 from sparse import payloads as inputs
-from sparse.payloads import FORMATS, SOME, budget_of, decode, encode, scattered, selection_of
+from sparse.payloads import (
+    ALL_OF_KERNELS,
+    FORMATS,
+    SOME_OF_KERNELS,
+    budget_of,
+    decode,
+    encode,
+    scattered,
+    selection_of,
+)
 
 from dgc.kernels.payload.native import NativeMeanDecoder
 from dgc.sparse.payloads import PayloadError, ValueFormat
 from dgc.sparse.payloads.payload import PayloadPlan
 
 BOUNDS = (0, 7, 7, 3000)
-some_formats = pytest.mark.parametrize("form", SOME.values(), ids=SOME)
+some_formats = pytest.mark.parametrize("form", SOME_OF_KERNELS.values(), ids=SOME_OF_KERNELS)
 
 
 def mean_of(form: Any, payloads: Any, budget: Any, numel: Any, size: Any = None) -> Any:
@@ -49,7 +58,7 @@ def check(form: Any, selections: Any, budget: Any, numel: Any, size: Any = None)
 def test_means_have_the_bits_of_the_reference(native: Any) -> None:
     numel, budget = 5000, budget_of(200, *BOUNDS, 5000)
     counts = ((200,), (0,), (0, 0), (200, 0, 1), (130, 200), (200, 199, 129, 64, 200))
-    for (key, form), ranks in product(FORMATS.items(), counts):
+    for (key, form), ranks in product(ALL_OF_KERNELS.items(), counts):
         with case(key, ranks):
             made = [selection_of(scattered(numel, k, r), capacity=200, seed=r) for r, k in enumerate(ranks)]
             check(form, made, budget, numel)
@@ -77,11 +86,12 @@ def test_means_of_buckets_of_many_regions(native: Any) -> None:
     """Sizes around the regions and the shares of the threads, with entries in few of them or in all."""
     for numel in (16384, 16385, 200_003):
         budget, near = budget_of(900, 0, 1, numel // 2, numel), torch.arange(numel - 600, numel)
-        for number, (key, form) in enumerate(SOME.items()):
+        sizes = cycle((5, 8, 64, 3, 1, 7, 2))
+        for number, (key, form) in enumerate(SOME_OF_KERNELS.items()):
             with case(key, numel):
                 parts = [scattered(numel, 900, number), inputs.clustered(numel, 900), near, torch.arange(5), near]
                 made = [selection_of(part, capacity=900, seed=r) for r, part in enumerate(parts)]
-                check(form, made, budget, numel, size=(5, 8, 64, 3, 1, 7, 2)[number])
+                check(form, made, budget, numel, size=next(sizes))
 
 
 @pytest.mark.parametrize(("numbers", "expected"), [((1e8, 1.0, -1e8), 0.0), ((1e8, -1e8, 1.0), 1.0)])

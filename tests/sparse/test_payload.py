@@ -191,6 +191,7 @@ def test_casting_is_as_exact_at_every_magnitude(name: Any) -> None:
 
 
 every_value = pytest.mark.parametrize("name", VALUES)
+LOSE_SMALL = ("fp16", "int8")  # send small values as zero
 
 
 @every_value
@@ -199,7 +200,7 @@ every_value = pytest.mark.parametrize("name", VALUES)
 )
 def test_values_at_the_ends_of_the_range_keep_their_magnitude(name: Any, values: list[float]) -> None:
     got = sent_values(name, values)
-    assert got.sign().tolist() == torch.tensor(values).sign().tolist() or name in ("fp16", "int8")
+    assert got.sign().tolist() == torch.tensor(values).sign().tolist() or name in LOSE_SMALL
     assert got.abs().max() >= 0.5 * torch.tensor(values).abs().max()
 
 
