@@ -12,6 +12,9 @@ A member that is prepared can neither apply the means nor drop them until it kno
 its contribution counts. If the coordinator ends before the decision is saved, the attempt is void, since attempts
 are never numbered twice. If all members that had the last committed state are lost, the run goes back to the
 newest state that a member has.
+
+A member whose loading takes longer than a round has an old state again when it has loaded one. Rounds are put off
+then until it has loaded another one, for at most `loading` seconds. Nobody waits: the others train on (GoOn).
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -60,6 +63,7 @@ class Settings:
         timeout: Seconds. A member waits half of it for a quorum, and a round has half of it for its exchange.
         lost: Seconds without a sign of a member after which it counts as dead.
         beat: Seconds between two signs.
+        loading: Seconds for which rounds are put off at most, while a member loads a state once more. 0: never.
     """
 
     quorum: int = 2
@@ -67,20 +71,31 @@ class Settings:
     timeout: float = 120.0
     lost: float = 5.0
     beat: float = 1.0
+    loading: float = 600.0
 
     def __post_init__(self) -> None:
         require("a whole number of at least 1", WHOLE, least=1, quorum=self.quorum)
-        seconds = {"grace": self.grace, "timeout": self.timeout, "lost": self.lost, "beat": self.beat}
+        names = ("grace", "timeout", "lost", "beat", "loading")
+        seconds = {name: getattr(self, name) for name in names}
         require("a number of seconds", NUMBER, **seconds)
-        if self.grace < 0 or self.timeout <= 0 or not 0 < self.beat < self.lost:
+        if min(self.grace, self.loading) < 0 or self.timeout <= 0 or not 0 < self.beat < self.lost:
             raise ValueError(
-                f"grace must be 0 or more, timeout positive, and beat positive and less than lost, not {seconds}"
+                "grace and loading must be 0 or more, timeout positive, and beat positive and less than lost, not "
+                f"{seconds}"
             )
 
 
 @dataclass
 class Known:
-    """A member that is alive. ready: the number of its Ready that has no answer yet."""
+    """A member that is alive.
+
+    Attributes:
+        ready: The number of its Ready that has no answer yet.
+        loads: The round whose state it was told to load.
+        has_loaded: It has done so since its last Ready.
+        is_late: When it had loaded a state, a round was committed or exchanged without it.
+        is_too_slow: Rounds were put off for it in vain.
+    """
 
     addresses: Addresses
     heard: float
@@ -90,6 +105,10 @@ class Known:
     since: float = 0.0  # when it became ready
     only_heals: bool = False
     weight: int = 1
+    loads: int | None = None
+    has_loaded: bool = False
+    is_late: bool = False
+    is_too_slow: bool = False
 
 
 @dataclass
@@ -140,6 +159,9 @@ class Coordinator:
         self._digests: dict[Tag, int] = {}  # of states, as the first member that has each one says
         self._quorum_at: float | None = None
         self._sourceless_at: float | None = None  # since when nobody has the last committed state
+        self._loading = set[str]()  # members for which rounds are put off
+        self._loading_until = 0.0
+        self._loading_ended: Tag | None = None  # the last committed state at that moment
         self._outcomes: list[tuple[Tag, tuple[str, ...]]] = []  # of this start, for reports
         self._store()
 
@@ -181,8 +203,11 @@ class Coordinator:
                 pass
             case Ready(number, only_heals, weight):
                 member.ready, member.since, member.only_heals, member.weight = number, now, only_heals, weight
+                if member.has_loaded:
+                    is_busy = self.attempt is not None and not only_heals
+                    member.has_loaded, member.is_late = False, is_busy or not self._is_current(member)
             case Leave():
-                member.ready = None
+                member.ready, member.is_late = None, False
                 if self.attempt is not None and sender in self.attempt.ready:
                     if sender not in self.attempt.digests:
                         sent += self._repeat(now, f"{sender} has left", {sender})
@@ -254,6 +279,8 @@ class Coordinator:
 
     def _note(self, member: Known, tag: Tag, digest: int) -> None:
         member.tag, member.digest = tag, digest
+        if member.loads is not None and tag.round >= member.loads:
+            member.loads, member.has_loaded = None, True
         self._digests.setdefault(tag, digest)
         for old in [tag for tag in self._digests if tag not in self.line[-8:] and tag != member.tag]:
             del self._digests[old]
@@ -276,18 +303,24 @@ class Coordinator:
         if self._sourceless_at is not None and now - self._sourceless_at >= settings.timeout / 2:
             self._go_back()
             return self._consider(now)
+        self._end_loading(now)
         for name, member in self.members.items():
             if member.ready is None or name in busy:
                 continue
             if not self._is_current(member) and current:
+                if self._puts_off(now, name) and self.attempt is not None:
+                    continue  # the state is old as soon as the attempt has ended
                 source = current[hash_of(name, member.ready) % len(current)]
                 sent.append((name, self._missed(member, source)))
+                member.loads = self.committed.round
             elif member.only_heals and self._is_current(member):
                 sent.append((name, GoOn(member.ready, UP_TO_DATE)))
             elif len(self.members) < settings.quorum:
                 sent.append((name, GoOn(member.ready, "there are fewer members than the quorum")))
             elif self.attempt is None and now - member.since >= settings.timeout / 2:
                 sent.append((name, GoOn(member.ready, "no quorum in time")))
+            elif self._loading and self._is_current(member):
+                sent.append((name, GoOn(member.ready, f"{', '.join(sorted(self._loading))} must load the state")))
             else:
                 continue
             member.ready = None
@@ -302,6 +335,34 @@ class Coordinator:
                 self._quorum_at = None
                 sent += self._begin(ready, now + settings.timeout / 2)
         return sent
+
+    def _end_loading(self, now: float) -> None:
+        """Let rounds begin again, if they are put off, when nobody is late any more or the time is over."""
+        if now >= self._loading_until:
+            for name in self._loading & self.members.keys():
+                self.members[name].is_late, self.members[name].is_too_slow = False, True
+                self._log(f"{name} has not loaded a state in {self.settings.loading:g} s: rounds go on without it")
+        for name in self._loading & self.members.keys():
+            self.members[name].is_late &= not self._is_current(self.members[name])
+        left = {name for name in self._loading if name in self.members and self.members[name].is_late}
+        if self._loading and not left:
+            self._loading_ended = self.committed
+        self._loading = left
+
+    def _puts_off(self, now: float, name: str) -> bool:
+        """Whether rounds are put off for a member that has an old state. They are from now on if it is late.
+
+        There is a round between two such times, so that members that come one after another cannot stop the run.
+        """
+        member = self.members[name]
+        if member.is_late and not member.is_too_slow and name not in self._loading:
+            if not self._loading and self.settings.loading and self.committed != self._loading_ended:
+                self._loading_until = now + self.settings.loading
+                self._loading.add(name)
+                self._log(f"rounds are faster than {name} loads a state: they are put off until it has loaded one")
+            elif self._loading:
+                self._loading.add(name)
+        return name in self._loading
 
     def _missed(self, member: Known, source: str) -> Missed:
         assert member.ready is not None
@@ -328,6 +389,8 @@ class Coordinator:
         tag, self._next = Tag(self.committed.round + 1, self._next + 1), self._next + 1
         ready = {name: number for name in sorted(names) if (number := self.members[name].ready) is not None}
         self.attempt = Attempt(tag, ready, deadline, failures=failures)
+        for name in ready:
+            self.members[name].is_late = self.members[name].is_too_slow = False
         members = tuple((name, self.members[name].addresses) for name in ready)
         weights = {name: self.members[name].weight for name in ready}
         total = sum(weights.values())

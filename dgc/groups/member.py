@@ -194,6 +194,7 @@ class Member:
                 case Missed(ready) if ready == self._ready:
                     heals += 1
                     if heals > MAX_HEALS or not (yield from self._heal(message)):
+                        yield Send(Leave())
                         return Outcome.ALONE
                     yield self._next_ready(only_heals)
                 case Begin(ready) if ready == self._ready:

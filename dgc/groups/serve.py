@@ -133,9 +133,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     serve.add_argument(
         "--beat", type=float, default=defaults.beat, help="seconds between two signs of this program"
     )
+    serve.add_argument(
+        "--loading",
+        type=float,
+        default=defaults.loading,
+        help="seconds for which rounds are put off at most, while groups train on, for a group that takes longer "
+        "than a round to load the state; 0: never",
+    )
     own = parser.parse_args(arguments)
     try:
-        settings = Settings(own.quorum, own.grace, own.timeout, own.lost, own.beat)
+        settings = Settings(own.quorum, own.grace, own.timeout, own.lost, own.beat, own.loading)
         server = Server(settings, own.state, own.port, own.host)
     except (ValueError, OSError) as error:
         parser.error(str(error))

@@ -1,6 +1,6 @@
 """Replica groups: what the coordinator answers, message by message."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -239,6 +239,130 @@ def test_a_member_whose_committed_state_has_other_bits_must_load_it() -> None:
     assert isinstance(led.last("b"), Missed)
 
 
+def committed(led: Led, *names: str) -> Tag:
+    """Let some members commit a round."""
+    tag = exchanging(led, *names)
+    for name in names:
+        led.say(name, Prepared(tag, 5))
+    for name in names:
+        led.say(name, Has(tag, tag.attempt))
+    return tag
+
+
+def exchanging(led: Led, *names: str) -> Tag:
+    for name in names:
+        led.say(name, Ready(1))
+    led.after(10, *led.own.members)
+    return Tag(*led.last(names[0]).tag)
+
+
+def late(seconds: float = 600.0) -> Led:
+    """A coordinator of a and b, whose second round was committed while c loaded the state of the first one."""
+    led = Led("a", "b", "c", settings=Settings(quorum=2, grace=10.0, timeout=60.0, loading=seconds))
+    old = committed(led, "a", "b")
+    led.say("c", Ready(1))
+    assert isinstance(led.last("c"), Missed)
+    committed(led, "a", "b")
+    led.say("c", Has(old, old.attempt))
+    led.say("c", Ready(2))
+    return led
+
+
+def test_rounds_are_put_off_if_a_state_was_old_when_it_was_loaded() -> None:
+    led = late()
+    assert led.last("c") == Missed(2, led.own.committed, led.last("c").source, ADDRESSES)
+    for name in "ab":
+        led.say(name, Ready(2))
+        assert led.last(name) == GoOn(2, "c must load the state")
+
+
+def test_a_member_takes_part_as_soon_as_it_has_loaded_the_state_for_which_rounds_were_put_off() -> None:
+    led = late()
+    led.say("a", Ready(2))
+    now = led.own.committed
+    led.say("c", Has(now, now.attempt))
+    led.say("c", Ready(3))
+    led.begin("a", "b")
+    assert [name for name, _ in led.last("c").members] == ["a", "b", "c"]
+
+
+def test_rounds_are_put_off_no_longer_for_a_member_that_has_the_last_state() -> None:
+    """It need not be ready, and the run may have gone back to the state that it had."""
+    led = late()
+    now = led.own.committed
+    led.say("c", Has(now, now.attempt))
+    led.told.clear()
+    led.say("a", Ready(2))
+    assert "a" not in led.told and exchanging(led, "a", "b").round == now.round + 1
+
+
+def test_rounds_are_put_off_if_one_was_exchanged_when_a_state_was_loaded() -> None:
+    led = Led("a", "b", "c")
+    old = committed(led, "a", "b")
+    led.say("c", Ready(1))
+    tag = exchanging(led, "a", "b")
+    led.say("c", Has(old, old.attempt))
+    led.say("c", Ready(2))
+    assert isinstance(led.last("c"), Missed) and led.last("c").ready == 1
+    for name in "ab":
+        led.say(name, Prepared(tag, 5))
+        led.say(name, Has(tag, 9))
+    assert led.last("c").ready == 2
+    led.say("a", Ready(2))
+    assert led.last("a") == GoOn(2, "c must load the state")
+
+
+def test_a_state_that_becomes_old_while_it_waits_for_an_exchange_is_loaded_after_it() -> None:
+    led = Led("a", "b", "c")
+    old = committed(led, "a", "b")
+    led.say("c", Ready(1))
+    committed(led, "a", "b")
+    tag = exchanging(led, "a", "b")
+    led.say("c", Has(old, old.attempt))
+    led.say("c", Ready(2))
+    assert led.last("c").ready == 1
+    for name in "ab":
+        led.say(name, Prepared(tag, 5))
+        led.say(name, Has(tag, 9))
+    assert led.last("c") == Missed(2, tag, led.last("c").source, ADDRESSES)
+
+
+ENDS: dict[str, Callable[[Led], None]] = {
+    "it dies": lambda led: led.lose("c"),
+    "it leaves": lambda led: led.say("c", Leave()),
+    "the time is over": lambda led: led.after(20, "a", "b", "c"),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_rounds_go_on_without_a_member_for_which_they_were_put_off(end: str) -> None:
+    led = late(seconds=20)
+    ENDS[end](led)
+    assert exchanging(led, "a", "b").round == 3
+
+
+def test_rounds_are_not_put_off_again_for_a_member_that_was_too_slow() -> None:
+    led = late(seconds=20)
+    old = led.own.committed
+    led.after(20, "a", "b", "c")
+    committed(led, "a", "b")
+    led.say("c", Has(old, old.attempt))
+    led.say("c", Ready(3))
+    assert isinstance(led.last("c"), Missed) and exchanging(led, "a", "b").round == 4
+
+
+def test_a_round_is_between_two_times_for_which_rounds_are_put_off() -> None:
+    """Members that come one after another cannot stop the run."""
+    led = late()
+    led.say("d", Hello("", ADDRESSES, START, 8))
+    led.say("d", Ready(1))
+    old = led.last("d").tag
+    led.say("c", Leave())
+    led.own.members["d"].is_late = True
+    led.say("d", Ready(2))
+    assert isinstance(led.last("d"), Missed) and exchanging(led, "a", "b").round == old.round + 1
+
+
 @pytest.mark.parametrize(("digest", "kind"), [(7, GoOn), (8, Missed)])
 def test_a_new_member_asks_for_the_last_committed_state(digest: int, kind: type) -> None:
     led = Led("a", "b")
@@ -317,7 +441,9 @@ def test_what_is_no_message_is_refused(line: bytes) -> None:
         decode(line)
 
 
-@pytest.mark.parametrize("settings", [{"quorum": 0}, {"grace": -1.0}, {"timeout": 0.0}, {"beat": 5.0}])
+@pytest.mark.parametrize(
+    "settings", [{"quorum": 0}, {"grace": -1.0}, {"timeout": 0.0}, {"beat": 5.0}, {"loading": -1.0}]
+)
 def test_settings_that_cannot_work_are_refused(settings: Any) -> None:
     with pytest.raises(ValueError):
         Settings(**settings)

@@ -137,6 +137,38 @@ def test_a_group_that_missed_rounds_keeps_its_young_progress(tmp_path: Path) -> 
         close(early, late)
 
 
+def test_a_group_whose_loading_takes_longer_than_a_round_takes_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load, ends = connection.Groups._load, threading.Event()
+
+    def slowly(groups: connection.Groups, source: str, addresses: Any) -> Any:
+        found, loaded = load(groups, source, addresses), groups.tag
+        if late.groups is groups:
+            before, end = early.groups.tag.round, time.monotonic() + 1.0
+            until(lambda: early.groups.tag.round > before + 2 or time.monotonic() > end)
+        assert groups.tag == loaded
+        return found
+
+    def goes_on() -> None:
+        while not ends.is_set():
+            early.steps(1)
+
+    monkeypatch.setattr(connection.Groups, "_load", slowly)
+    with post(tmp_path, quorum=1, grace=0.2) as led:
+        early, late = sites(led, 2, METHODS["diloco"])
+        early.steps(2)
+        trains = threading.Thread(target=goes_on)
+        trains.start()
+        try:
+            late.steps(2)
+            until(lambda: bool(late.steps(2).numel()) and len(late.groups.members) == 2)
+        finally:
+            ends.set()
+            trains.join()
+        close(early, late)
+
+
 def test_old_progress_is_dropped_and_said(tmp_path: Path) -> None:
     with post(tmp_path, quorum=1, grace=0.0) as led:
         early, late = sites(led, 2, lambda: OuterSteps(2), max_staleness=1)

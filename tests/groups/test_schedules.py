@@ -26,6 +26,8 @@ from dgc.groups.steps import GroupSteps
 from dgc.local import Nesterov, OuterSteps
 
 FEW, MANY = 50, 1000
+SLOW: Any = {"loads": (6.0, 12.0)}  # seconds: others commit several rounds meanwhile
+SLOW_EXCHANGES: Any = {**SLOW, "exchanges": (1.0, 3.0)}
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -35,17 +37,25 @@ def test_the_law_holds_on_drawn_schedules(first: int, weighted: bool) -> None:
         World(seed, weighted=weighted).finish()
 
 
+@pytest.mark.parametrize("slow", [SLOW, SLOW_EXCHANGES], ids=["loads", "loads and exchanges"])
+@pytest.mark.parametrize("first", range(0, FEW, 10))
+def test_the_law_holds_if_loading_takes_longer_than_rounds(first: int, slow: Any) -> None:
+    """A member that loads again and again would take part in no round."""
+    for seed in range(first, first + 10):
+        World(seed, **slow).finish()
+
+
 @pytest.mark.proof
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("weighted", [False, True])
-def test_the_law_holds_on_a_thousand_schedules(weighted: bool) -> None:
+@pytest.mark.parametrize("kind", ["groups", "weighted groups", "groups that load slowly"])
+def test_the_law_holds_on_a_thousand_schedules(kind: str) -> None:
     rounds = faults = 0
+    options = SLOW if "slowly" in kind else {"weighted": "weighted" in kind}
     for seed in range(MANY):
-        world = World(seed, faults=12, weighted=weighted)
+        world = World(seed, faults=12, **options)
         world.finish()
         assert world.coordinator is not None
         rounds, faults = rounds + world.coordinator.committed.round, faults + world.faults
-    kind = "weighted groups" if weighted else "groups"
     print(f"\n{MANY} schedules of {kind}, {rounds} committed rounds, {faults} faults")
 
 
@@ -229,6 +239,10 @@ def _does_not_heal(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Coordinator, "_is_current", lambda self, member: True)
 
 
+def _puts_no_round_off(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Coordinator, "_puts_off", lambda self, now, name: False)
+
+
 RULES = [
     _numbers_attempts_again,
     _saves_no_decision,
@@ -239,6 +253,7 @@ RULES = [
     _does_not_heal,
     _weighs_all_its_steps,
     _weighs_all_members_alike,
+    _puts_no_round_off,
 ]
 
 
@@ -247,6 +262,7 @@ def test_the_law_fails_if_a_rule_is_broken(
     rule: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rule(monkeypatch)
+    options = SLOW if rule is _puts_no_round_off else {"weighted": True}
     with pytest.raises(AssertionError):
         for seed in range(200):
-            World(seed, weighted=True).finish()
+            World(seed, **options).finish()
