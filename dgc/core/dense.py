@@ -23,6 +23,8 @@ from dgc.core.state import State
 class DenseCompressor(StatelessCompressor):
     """All-reduce of the gradients in their own dtype. bf16 is sent as fp32, because no transport can sum bf16."""
 
+    averages_by_sums = True
+
     def reduce(self, bucket: Bucket, state: State) -> Conversation[Reduced]:
         own = bucket.probe()
         wire = bucket.flat.float() if bucket.flat.dtype == torch.bfloat16 else bucket.flat
@@ -37,6 +39,8 @@ class FP16Compressor(StatelessCompressor):
 
     The result then reports inf, and the optimizer drops the step.
     """
+
+    averages_by_sums = True
 
     def reduce(self, bucket: Bucket, state: State) -> Conversation[Reduced]:
         message = state.scratch.get("message")

@@ -66,6 +66,8 @@ class Compressor(ABC):
     Attributes:
         point_to_point: Whether it sends messages from rank to rank (`Exchange`). Not every transport can.
         keeps_server_errors: Whether a rank also keeps what it has not sent of the mean, for all ranks.
+        averages_by_sums: Whether its means follow from results of its all-reduces alone: ranks with equal results
+            have equal means, bit for bit. A subclass that overrides `reduce` says it anew.
         has_momentum: Whether it returns a momentum of its gradients, of which no optimizer is told.
         correction: Momentum that this compressor applies to its gradients in place of the optimizer.
         unsuited: The uses for which it was measured to lose quality, with the reason and the page of the numbers.
@@ -73,14 +75,18 @@ class Compressor(ABC):
 
     point_to_point: bool = False
     keeps_server_errors: bool = False
+    averages_by_sums: bool = False
     has_momentum: bool = False
     unsuited: Mapping[Use, str] = {}
 
     def __init_subclass__(cls, **options: Any) -> None:
         """What a base class says of its own `reduce` is not true of another one."""
         super().__init_subclass__(**options)
-        if "reduce" in vars(cls) and "repeats" not in vars(cls):
-            cls.repeats = Compressor.repeats  # type: ignore[method-assign]
+        if "reduce" in vars(cls):
+            if "repeats" not in vars(cls):
+                cls.repeats = Compressor.repeats  # type: ignore[method-assign]
+            if "averages_by_sums" not in vars(cls):
+                cls.averages_by_sums = False
 
     @property
     def class_name(self) -> str:

@@ -23,7 +23,6 @@ from dgc.comm.mesh import MeshTransport
 from dgc.comm.meter import TrafficMeter
 from dgc.comm.requests import as_bytes
 from dgc.comm.transport import CrossMachineTransport, Transport
-from dgc.core.dense import DenseCompressor
 from dgc.core.state import check_mapping, with_tensors
 from dgc.engine.agreement import describe
 from dgc.engine.state import named_methods
@@ -190,7 +189,7 @@ class GroupSteps(OuterSteps):
         digest = self.digest() if self._digest is None else self._digest
         digest = crc32(str(mesh.digest_of_sums).encode(), digest)
         for plan in (plan for number in fragments for plan in self.fragments[number].planned):
-            if type(plan.compressor) is not DenseCompressor:  # its mean is a sum of the mesh, bit for bit
+            if not plan.compressor.averages_by_sums:
                 digest = digest_of(_bytes(plan.bucket.flat), digest)
         return crc32(str(flight.nonfinite).encode(), digest)
 

@@ -18,6 +18,8 @@ from torch.utils._pytree import tree_flatten
 
 from dgc.comm.lockstep import LockstepWorld
 from dgc.comm.meter import TrafficMeter
+from dgc.comm.requests import AllGather
+from dgc.core.dense import DenseCompressor
 from dgc.gossip.model import FlatModel
 from dgc.groups.coordinator import Coordinator, Sent
 from dgc.groups.member import Member
@@ -171,6 +173,28 @@ def exchange_real(round: int, numbers: Sequence[Any]) -> list[int]:
 @pytest.mark.usefixtures("no_type_checks")
 def test_real_models_stay_equal_on_a_drawn_schedule(name: str) -> None:
     World(11, 3, make=partial(RealNumbers, COMPRESSIONS[name]), exchange=exchange_real, inner=3).finish()
+
+
+class OnOneRank(DenseCompressor):
+    """Adds a number to the mean of the first rank alone."""
+
+    def reduce(self, bucket: Any, state: Any) -> Any:
+        reduced = yield from super().reduce(bucket, state)
+        (ranks,) = yield (AllGather(torch.zeros(1)),)
+        bucket.flat[0] += next(self.changes) if len(ranks) > 1 else 0
+        return reduced
+
+    changes = iter(range(100))
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_means_that_do_not_follow_from_sums_are_compared() -> None:
+    """What its base class says of its means is not true of another `reduce`."""
+    members = [RealNumbers(OnOneRank) for _ in range(2)]
+    for step, (own, share) in enumerate(zip(members, (0.5, 1.5), strict=True)):
+        own.train(step)
+        own.prepare(1, share)
+    assert len(set(exchange_real(1, members))) == 2
 
 
 def _numbers_attempts_again(patch: pytest.MonkeyPatch) -> None:
