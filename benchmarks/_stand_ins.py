@@ -133,8 +133,15 @@ def load_tests(path: Path) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)
     folders = [*sys.path, str(path.parents[1])]
-    with patch.dict(sys.modules, {"pytest": _pytest()}), patch.object(sys, "path", folders):
-        spec.loader.exec_module(module)
+    installed = {name: found for name, found in sys.modules.items() if name == "pytest"}
+    # `patch.dict` would also forget the modules that the file imports, and the next file would have copies of them
+    sys.modules["pytest"] = _pytest()
+    try:
+        with patch.object(sys, "path", folders):
+            spec.loader.exec_module(module)
+    finally:
+        del sys.modules["pytest"]
+        sys.modules.update(installed)
     return module
 
 

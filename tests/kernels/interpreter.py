@@ -1,9 +1,10 @@
 """Triton's interpreter where there is no GPU. Imported before any of Triton's kernels, which look for it then."""
 
+from collections.abc import Callable, Sequence
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import pytest
 import torch
@@ -24,17 +25,34 @@ with pytest.MonkeyPatch.context() as patch:
 assert INTERPRETED == (DEVICE == "cpu"), "Triton was imported before this file could ask for its interpreter"
 
 
-def backwards(*bounds: int) -> Any:
-    """A grid has one bound, a loop in a kernel three."""
-    return range(*bounds)[::-1] if len(bounds) == 1 else range(*bounds)
+def backwards(count: int) -> Sequence[int]:
+    return range(count)[::-1]
 
 
-def shuffled(*bounds: int) -> Any:
-    return Random(bounds[0]).sample(range(*bounds), len(range(*bounds))) if len(bounds) == 1 else range(*bounds)
+@cache
+def shuffled(count: int) -> Sequence[int]:
+    return Random(count).sample(range(count), count)
 
 
-# Of programs: the interpreter runs them one after the other. In another order, a race would give other bits.
-ORDERS: tuple[Any, ...] = (backwards, shuffled) if INTERPRETED else (range,)
+# Of a grid's programs, which the interpreter runs one after the other and a GPU in an order of its own. In another
+# order, a race would give other bits.
+ORDERS: dict[str, Callable[[int], Sequence[int]]] = (
+    {"in order": range, "reversed": backwards, "shuffled": shuffled} if INTERPRETED else {"any": range}
+)
+# than that in which another run had them
+OTHER_ORDERS = [*ORDERS][1:] or [*ORDERS]
+
+
+def run_programs(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each kernel's programs run in this order, one of ORDERS."""
+    if INTERPRETED:
+        from triton.runtime.interpreter import interpreter_builder as builder
+
+        def set_grid_idx(*program: int) -> None:
+            places = zip(program, builder.grid_dim, strict=True)
+            type(builder).set_grid_idx(builder, *(ORDERS[order](count)[i] for i, count in places))
+
+        monkeypatch.setattr(builder, "set_grid_idx", set_grid_idx)
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +61,3 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     if INTERPRETED:
         monkeypatch.setenv("TRITON_INTERPRET", "1")
         monkeypatch.setattr("triton.runtime.interpreter._patch_builtin", patch_builtin)
-        # the interpreter copies its names into the modules of kernels, also a `range` that was patched for a test
-        for module in MODULES:
-            vars(module).pop("range", None)

@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
+from kernels.interpreter import ORDERS, run_programs
 from kernels.interpreter import interpreter as interpreter
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
@@ -151,3 +154,17 @@ def test_a_kept_kernel_belongs_to_its_device(launcher: Launcher) -> None:
 def test_the_payload_of_four_buckets_takes_no_more_calls_than_planned(name: str) -> None:
     """Of Python and C, with launches replaced by nothing: times would depend on the machine."""
     assert 0 < host_costs([name], repeats=1)[name]["calls"] <= MOST_CALLS[name]
+
+
+def record(order: Any, count: Any) -> None:
+    tl.store(order + tl.atomic_add(count, 1), tl.program_id(0))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_interpreter_runs_programs_in_the_order_that_a_test_asks_for(
+    order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_programs(order, monkeypatch)
+    found, count = torch.zeros(2, 5, dtype=torch.int32)
+    triton.jit(record)[(5,)](found, count)
+    assert found.tolist() == [*ORDERS[order](5)]

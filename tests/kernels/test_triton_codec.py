@@ -7,7 +7,7 @@ import pytest
 import torch
 from kernels import comparison
 from kernels.comparison import REFERENCE, same
-from kernels.interpreter import DEVICE, INTERPRETED, ORDERS, backwards, shuffled
+from kernels.interpreter import DEVICE, ORDERS, OTHER_ORDERS, run_programs
 from kernels.interpreter import interpreter as interpreter
 from kernels.waits import watching
 from sparse import payloads
@@ -23,8 +23,6 @@ from dgc.sparse.payloads.payload import PayloadPlan
 
 CASTS = ("fp32", "fp16", "bf16")
 VALUES = (*map(formats.CastValues, CASTS), formats.SignValues(), formats.Int8Values(), formats.TwoBitValues())
-# of programs, whose order a GPU chooses by itself
-PROGRAMS = {"in order": range, "reversed": backwards, "shuffled": shuffled} if INTERPRETED else {"any": range}
 # elements of the bucket, of a selection, of the payload: none, one, an odd number, more than one program
 SIZES = ((5000, 0, 50), (10, 1, 1), (5000, 37, 51), (9000, 2100, 2100))
 
@@ -122,13 +120,13 @@ def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_groups")
-@pytest.mark.parametrize("order", PROGRAMS)
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("indices", ["packed", "rice"])
 def test_codes_of_many_parts(indices: str, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Packed, also if not all elements fit. The launches leave the zeros that they share."""
     n, capacity = 300_000, 5000
     bunches = torch.where(torch.arange(capacity) % 128 == 7, 3000, 1).cumsum(0)
-    monkeypatch.setattr("triton.runtime.interpreter.range", PROGRAMS[order], raising=False)
+    run_programs(order, monkeypatch)
     plan, kept = plan_of(formats.CastValues("fp16"), indices, n, capacity), []
     for chosen in (payloads.scattered(n, 4500), bunches):
         selection = on_device(payloads.selection_of(chosen, None, capacity))
@@ -197,12 +195,12 @@ def divided(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("indices", ["packed", "rice", "chunks"])
 def test_coded_indices_of_many_parts(indices: str, divided: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In any order of programs. The launches leave the zeros that they share."""
-    n, capacity, orders = 16_000, 3000, PROGRAMS if divided else ["in order" if INTERPRETED else "any"]
+    n, capacity, orders = 16_000, 3000, [*ORDERS][: 3 if divided else 1]
     plan, end = plan_of(formats.CastValues("fp32"), indices, n, capacity), torch.tensor(n, device=DEVICE)
     sent = [plan.encode(Codec(), selection_of(n, 3000 - 1400 * i, capacity, i), end).payload for i in range(2)]
     expected, words = dense_mean(plan, sent, 2), dense_words(plan, sent)
     for order in orders:
-        monkeypatch.setattr("triton.runtime.interpreter.range", PROGRAMS[order], raising=False)
+        run_programs(order, monkeypatch)
         mean = torch.full((n,), float("nan"), device=DEVICE)
         numbers = TritonMeanDecoder().mean_into_(mean, sent, plan.layout, plan.budget.bounds, 2)
         assert same(mean, expected) and torch.equal(numbers[:-1], words), order
@@ -266,8 +264,8 @@ def test_the_order_of_programs_changes_nothing(monkeypatch: pytest.MonkeyPatch) 
         return found
 
     expected = run()
-    for order in ORDERS:
-        monkeypatch.setattr("triton.runtime.interpreter.range", order, raising=False)
+    for order in OTHER_ORDERS:
+        run_programs(order, monkeypatch)
         assert all(map(same, run(), expected))
 
 

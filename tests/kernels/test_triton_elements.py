@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases import case
 from kernels.comparison import CODES, CUTS, HALF_CODES, check_blocks, check_one_pass, numbers, random, same
-from kernels.interpreter import DEVICE, ORDERS
+from kernels.interpreter import DEVICE, OTHER_ORDERS, run_programs
 from kernels.interpreter import interpreter as interpreter
 from kernels.steps import METHODS, NUMEL, Steps, gradients_of
 from kernels.waits import watching
@@ -53,9 +53,9 @@ def test_types_of_gradients() -> None:
         compare(METHODS["scaled signs"], ranks, dtype, flat, (1,))
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", OTHER_ORDERS)
 @pytest.mark.parametrize("name", METHODS)
-def test_the_order_of_programs_changes_nothing(name: str, order: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_order_of_programs_changes_nothing(name: str, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A segment has more than one group of tiles. The last rank has NaN and inf in several tiles."""
     monkeypatch.setattr("dgc.kernels.codes.triton_elements.SUMS", 2)
     backend, _ = backends(TritonElementCoder(32))
@@ -70,7 +70,7 @@ def test_the_order_of_programs_changes_nothing(name: str, order: Any, monkeypatc
         return found
 
     expected = run()
-    monkeypatch.setattr("triton.runtime.interpreter.range", order, raising=False)
+    run_programs(order, monkeypatch)
     assert all(map(same, run(), expected))
 
 
@@ -129,8 +129,8 @@ def test_blocks_agree_bit_for_bit_whatever_the_order_of_programs(monkeypatch: py
     for number, code in enumerate(CODES):
         cuts, rows, make = CUTS[number % 3], (1, 3)[number // 3 % 2], (random, numbers)[number % 2]
         blocks, bounds, v = TritonBlocks(512 << number % 2), torch.tensor(cuts, device=DEVICE), make(cuts[-1], 1)
-        for order in ORDERS if cuts == CUTS[2] else ORDERS[:1]:
-            monkeypatch.setattr("triton.runtime.interpreter.range", order, raising=False)
+        for order in OTHER_ORDERS if cuts == CUTS[2] else OTHER_ORDERS[:1]:
+            run_programs(order, monkeypatch)
             with case(cuts, code, rows, order):
                 coded = check_blocks(blocks, v.to(DEVICE), bounds, code, rows)
         check_one_pass(blocks, v.to(DEVICE), bounds, code, coded)
@@ -155,8 +155,8 @@ def test_rows_are_sealed_alike_whatever_the_order_of_programs(monkeypatch: pytes
         given = torch.randint(256, (3, nbytes), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
         expected, header = given.to(DEVICE), (none, first, bounds, one, Terms(0.5, 9))
         Codec().seal_rows_(expected, *header)
-        for order in ORDERS:
-            monkeypatch.setattr("triton.runtime.interpreter.range", order, raising=False)
+        for order in OTHER_ORDERS:
+            run_programs(order, monkeypatch)
             ours = given.to(DEVICE, copy=True)
             TritonCodec().seal_rows_(ours, *header)
             assert same(ours, expected), nbytes

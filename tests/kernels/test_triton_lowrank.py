@@ -7,7 +7,7 @@ import pytest
 import torch
 from kernels import products
 from kernels.comparison import REFERENCE, same
-from kernels.interpreter import DEVICE, ORDERS
+from kernels.interpreter import DEVICE, ORDERS, OTHER_ORDERS, run_programs
 from kernels.interpreter import interpreter as interpreter
 from kernels.products import Given, multiplied
 from kernels.waits import watching
@@ -129,8 +129,8 @@ def test_sums_of_many_tiles_are_added_in_one_order(
     """On up to four levels, in any order of programs, which leave the zeros that they share."""
     tall, expected = Given(((2, 70, 200, 3, 1), (1, 33, 700, 2, 1), (1, 700, 9, 2, 1)), REST, DEVICE), []
     batches, X = tall.batches, tall.X[even]
-    for order in (range, *ORDERS):
-        monkeypatch.setattr("triton.runtime.interpreter.range", order, raising=False)
+    for order in ORDERS:
+        run_programs(order, monkeypatch)
         v = tall.v.clone()
         message = ours.begin_(v, batches, None, tall.g, X, even, EXACT)
         found = message.numbers.clone()
@@ -151,8 +151,8 @@ def test_the_first_unusable_element_of_many_tiles_is_found(
     one = Given(((1, 320, 200, 1, 1),), 0, DEVICE)  # 40 tiles
     g = one.g[0].clone().reshape(-1)
     g[places] = torch.nan
-    for order in (range, *ORDERS):
-        monkeypatch.setattr("triton.runtime.interpreter.range", order, raising=False)
+    for order in ORDERS:
+        run_programs(order, monkeypatch)
         message = ours.begin_(one.v.clone(), one.batches, None, [g], one.X[True], True, EXACT)
         assert int(message.first_nonfinite) == min(places, default=64_000)
 
@@ -257,8 +257,8 @@ def test_bases_of_many_parts_do_not_depend_on_the_order_of_programs(
     monkeypatch.setattr("dgc.kernels.lowrank.triton.FAN", 2)
     monkeypatch.setattr("dgc.kernels.lowrank.triton.plan_bases", plan_bases.__wrapped__)
     xs, expected = [normal(1, 3, 300), normal(1, 8, 130), normal(1, 1, 64), rows_without_a_direction()], None
-    for order in (range, *ORDERS):
-        monkeypatch.setattr("triton.runtime.interpreter.range", order, raising=False)
+    for order in ORDERS:
+        run_programs(order, monkeypatch)
         found = ours.orthonormal(xs, False, 1e-6, 3)
         for basis in found:
             assert_orthonormal(basis)
@@ -294,8 +294,8 @@ def test_nothing_waits_once_tables_are_made(run: Any) -> None:
 
 def test_the_order_of_programs_changes_nothing(run: Any, monkeypatch: Any) -> None:
     expected = run()
-    for order in ORDERS:
-        monkeypatch.setattr("triton.runtime.interpreter.range", order, raising=False)
+    for order in OTHER_ORDERS:
+        run_programs(order, monkeypatch)
         assert all(map(same, run(), expected))
 
 

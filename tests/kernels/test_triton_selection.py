@@ -8,7 +8,7 @@ import pytest
 import torch
 from kernels import comparison
 from kernels.comparison import REFERENCE, Pass, assert_same_choice, check_moments, check_tail, same
-from kernels.interpreter import DEVICE, INTERPRETED, backwards, shuffled
+from kernels.interpreter import DEVICE, ORDERS, run_programs
 from kernels.interpreter import interpreter as interpreter
 from kernels.products import Given, normal
 from kernels.test_triton_codec import divided as divided
@@ -27,8 +27,6 @@ from dgc.kernels.selection import Budget, PassInputs, SelectionKernels, SparseVe
 from dgc.kernels.selection.triton import TritonSelection
 from dgc.sparse import payloads as formats
 
-# of programs, whose order a GPU chooses by itself
-ORDERS = {"in order": range, "reversed": backwards, "shuffled": shuffled} if INTERPRETED else {"any": range}
 SIZES: dict[str, Any] = {
     "one segment of one part": ([60], [7]),
     "one segment of many parts": ([600], [50]),
@@ -80,7 +78,7 @@ def test_a_selection_is_exact_in_any_order_of_programs(
     kernels: TritonSelection, size: str, factor: str, order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes, ks = SIZES[size]
-    monkeypatch.setattr("triton.runtime.interpreter.range", ORDERS[order], raising=False)
+    run_programs(order, monkeypatch)
     run(sizes, ks, gradient("random", sum(sizes)), FACTORS[factor], kernels)
 
 
@@ -130,7 +128,7 @@ def test_statistics_are_right_in_any_order_of_programs(order: str, monkeypatch: 
     monkeypatch.setattr("dgc.kernels.selection.triton.SUMS", 4)
     first = TritonSelection(64, 16, 64)
     expected = first.moments(v, bounds), first.tail(v, bounds, each)
-    monkeypatch.setattr("triton.runtime.interpreter.range", ORDERS[order], raising=False)
+    run_programs(order, monkeypatch)
     kernels = TritonSelection(64, 16, 64)
     found = check_moments(kernels, v, bounds), check_tail(kernels, v, bounds, each)
     for own, wanted in zip(found, expected, strict=True):
