@@ -48,8 +48,8 @@ POINTERS = {
 }
 NUMBERS = {int: "i32", float: "fp32"}
 SUMS_OF_PRODUCTS = (
-    "accumulate decay subtract_at uniform_encode uniform_add mean_of_fields merge write_plain write_coded encode "
-    "measure mean_of_payloads encode_blocks add_blocks decode_blocks".split()
+    "accumulate decay subtract_at uniform_encode uniform_add mean_of_fields merge write_plain write_coded add_up "
+    "encode measure mean_of_payloads encode_blocks add_blocks decode_blocks".split()
 )
 
 
@@ -91,7 +91,7 @@ class Compile:
             assert wide, f"{name} does not load 128 bits at a time"
         # AMD divides with FMAs, which cannot be told apart: `accumulate` does where it predicts lower bounds
         predicts = name == "accumulate" and signature["last"] != "constexpr"
-        dividing = "merge mean_of_fields write_coded measure encode mean_of_payloads".split()
+        dividing = "merge mean_of_fields add_up write_coded measure encode mean_of_payloads".split()
         divides = predicts or name in dividing or name.endswith("_blocks")
         if name in SUMS_OF_PRODUCTS and not (divides and self.target.backend == "hip"):
             assembly = compiled.asm.get("ptx") or compiled.asm["amdgcn"]

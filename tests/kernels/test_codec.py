@@ -1,6 +1,7 @@
 """The codecs of payloads: the same bits from each, sums and streams checked against plain Python, no waiting."""
 
 import math
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from kernels.comparison import HALVES, same
 from sparse import payloads as inputs
 from sparse.payloads import INDICES, budget_of, decode, encode, formats_for, scattered, seal_, selection_of
 
-from dgc.kernels.payload import BLOCKS, PLAIN, IndexCode, IndexKind, Terms
+from dgc.kernels.payload import BLOCKS, PLAIN, TABLES, IndexCode, IndexKind, Terms, ValueKind
+from dgc.kernels.selection import SparseVector
 from dgc.sparse.payloads.indices import plan_packed, plan_rice
 
 every_codec = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
@@ -52,6 +54,37 @@ def test_codecs_agree_bit_for_bit() -> None:
                 for ours, theirs in ((one.sent, other.sent), (a, b)):
                     assert torch.equal(ours.indices, theirs.indices) and ours.count == theirs.count
                     assert same(ours.values, theirs.values)
+
+
+def table_of(codec: Any, kind: ValueKind, values: torch.Tensor) -> torch.Tensor:
+    """The fp32 numbers of one tensor that sends these values."""
+    n, (length, width) = values.numel(), TABLES[kind]
+    section = section_of(4 * length + (n * width + 7) // 8)
+    selection = SparseVector(torch.arange(n, dtype=torch.int32), values, count_of(n))
+    codec.table_encode_(kind, selection, torch.tensor([0, n]), section, 4.0)
+    return section[: 4 * length].view(torch.float32).clone()
+
+
+WIDE_VALUES = torch.randn(999, generator=torch.Generator().manual_seed(0)) * 2.0 ** (torch.arange(999) % 40)
+
+
+@every_codec
+@pytest.mark.parametrize("kind", [ValueKind.SIGN, ValueKind.TWO_BITS])
+def test_scales_do_not_depend_on_the_order_of_values(codec: Any, kind: ValueKind) -> None:
+    """Sums of these values in fp64 do."""
+    orders = (torch.arange(999), torch.arange(999).flip(0), WIDE_VALUES.abs().argsort())
+    sums = {float(WIDE_VALUES[order].double().cumsum(0)[-1]) for order in orders}
+    first, *others = (table_of(codec, kind, WIDE_VALUES[order]) for order in orders)
+    assert len(sums) > 1 and all(same(first, other) for other in others)
+
+
+@every_codec
+@pytest.mark.parametrize("unit", [2.0**-120, 1.0, 2.0**80])
+def test_the_mean_magnitude_is_exact(codec: Any, unit: float) -> None:
+    """What integers of 62 bits lose of these values is less than its last bit."""
+    exact = sum(map(Fraction, WIDE_VALUES.abs().tolist())) / 999
+    (mean,) = table_of(codec, ValueKind.SIGN, WIDE_VALUES * unit).tolist()
+    assert mean == float(torch.tensor(float(exact), dtype=torch.float64).float()) * unit
 
 
 @every_codec

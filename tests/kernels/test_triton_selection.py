@@ -269,17 +269,36 @@ def test_indices_of_a_payload_are_decoded_in_one_launch_where_that_reads_64_kilo
         assert set(most) == {"check", "open_headers"} | expected and max(most.values()) <= MOST_READ, most
 
 
+MEASURING: dict[str, set[str]] = {
+    "int32": set(),
+    "packed": {"measure_packed"},
+    "rice": {"measure_rice", "place_rice"},
+}
+
+
 @pytest.mark.parametrize("ratio", [0.001, 0.1])
 @pytest.mark.parametrize("indices", ["packed", "rice"])
 @pytest.mark.parametrize("name", LARGE)
 def test_no_program_that_writes_coded_indices_reads_more_than_64_kilobytes(
     launched: list[Any], name: str, indices: str, ratio: float
 ) -> None:
-    """With values that have no scales of tensors."""
     encode_on_meta(name, formats.CastValues("fp16"), indices, ratio)
     most = most_of(launched)
-    expected = {"packed": {"measure_packed"}, "rice": {"measure_rice", "place_rice"}}[indices] | {"write_coded"}
-    assert set(most) == expected and max(most.values()) <= MOST_READ, most
+    assert set(most) == {*MEASURING[indices], "write_coded"} and max(most.values()) <= MOST_READ, most
+
+
+SCALED = [formats.SignValues(), formats.Int8Values(), formats.TwoBitValues()]
+
+
+@pytest.mark.parametrize("values", SCALED, ids=["sign", "int8", "2bit"])
+@pytest.mark.parametrize("indices", MEASURING)
+@pytest.mark.parametrize("name", LARGE)
+def test_no_program_that_finds_scales_of_tensors_reads_more_than_64_kilobytes(
+    launched: list[Any], name: str, indices: str, values: Any
+) -> None:
+    encode_on_meta(name, values, indices, 0.1)
+    most = most_of(launched)
+    assert set(most) == {*MEASURING[indices], "add_up", "write_coded"} and max(most.values()) <= MOST_READ, most
 
 
 def encode_on_meta(name: str, values: Any, indices: str, ratio: float) -> None:
@@ -444,6 +463,20 @@ def test_no_program_that_writes_coded_indices_reads_more_than_its_kernel_states(
     assert len(reads) == {"packed": 2, "rice": 3}[indices]
     for name, most, stated in reads:
         assert 0.9 * stated <= most <= stated, (name, most, stated)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off on a GPU")
+@pytest.mark.parametrize("values", SCALED, ids=["sign", "int8", "2bit"])
+def test_no_program_that_finds_scales_of_tensors_reads_more_than_its_kernel_states(
+    values: Any, reads: list[Any]
+) -> None:
+    """Of two tensors."""
+    plan = plan_of(values, "rice", 30_000, 5000)
+    plan.encode(TritonCodec(), selection_of(30_000, 5000, 5000, 1), torch.tensor(30_000, device=DEVICE))
+    found = [own for own in reads if own[0] in ("add_up", "write_coded")]
+    assert len(found) == {formats.SignValues: 3, formats.Int8Values: 2}.get(type(values), 5)
+    for name, most, stated in found:
+        assert 0.5 * stated <= most <= stated, (name, most, stated)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off on a GPU")

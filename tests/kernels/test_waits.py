@@ -148,8 +148,8 @@ def counts(make: Any, shapes: Any, ranks: int, monkeypatch: pytest.MonkeyPatch) 
     [
         *(("DGC, fp16 and int32", ranks, (8, 0), (2, 0)) for ranks in (2, 5)),
         ("top-k, bf16 and int32", 3, (8, 0), (2, 0)),
-        ("DGC, 2 bits and packed", 3, (9, 0), (3, 0)),
-        ("DGC, sign and Rice", 3, (10, 0), (3, 0)),
+        ("DGC, 2 bits and packed", 3, (13, 0), (3, 0)),
+        ("DGC, sign and Rice", 3, (12, 0), (3, 0)),
         # two until the payload, and one for the mean with all checks
         *((name, 3, (2, 0), (1, 0)) for name in ("scaled signs", "2 bits", "QSGD", "int8 blocks")),
         # the second phase is part of what follows the first payloads

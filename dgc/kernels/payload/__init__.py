@@ -24,7 +24,7 @@ import struct
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property
 from math import inf, nan
@@ -55,6 +55,7 @@ CHUNK = 1 << CHUNK_BITS
 LOW = 0xFFFFFFFF
 SPARE_WORDS = 2
 SMALLEST = 2.0**-149  # of fp32
+INFINITE = 0x7F800000  # bits of the smallest magnitude that is not finite
 LARGEST_EXPONENT = 15  # scaled values stay below 2**15, half of fp16's range
 
 
@@ -333,15 +334,16 @@ class Codec:
         divisor. With w = r s / 4, the bins meet at m - w, m and m + w, and each includes its lower end. The code
         is the number of the bin, the first in the lowest bits. The table has the mean of each bin, or 0.
 
-        Means are computed in fp64, with sums in the order of indices. Returns the values that `table_decode` will
+        Sums are those of `FixedPoint`, and means are divided in fp64. Returns the values that `table_decode` will
         return.
         """
         segments, capacity = bounds.numel() - 1, selection.values.numel()
         owner, values = owners(selection.indices, bounds), selection.values
         table, codes = parts_of(kind, section, segments, capacity)
+        is_valid = numbers(bounds, capacity) < selection.count
         if kind == ValueKind.SIGN:
-            is_valid = numbers(bounds, capacity) < selection.count
-            table.copy_(means_of(values.abs().double(), is_valid, owner, segments).float())
+            fixed = FixedPoint.of(values, is_valid, owner, segments)
+            table.copy_((fixed.sums(values.abs().double()) / fixed.members).float())
             codes.copy_(packed((values < 0).to(torch.uint8), 1))
         elif kind == ValueKind.INT8:
             largest = torch.zeros(segments, dtype=torch.float32, device=section.device)
@@ -353,13 +355,14 @@ class Codec:
             table.copy_(scales)
             codes.view(torch.int8).copy_((values / steps).round().clamp(-127, 127))
         else:
-            is_valid, wide = numbers(bounds, capacity) < selection.count, values.double()
-            above = wide - means_of(wide, is_valid, owner, segments)[owner]
-            deviations = means_of(torch.where(is_valid, above * above, 0.0), is_valid, owner, segments).sqrt()
+            wide, fixed = values.double(), FixedPoint.of(values, is_valid, owner, segments)
+            above = wide - (fixed.sums(wide) / fixed.members)[owner]
+            deviations = (fixed.of_squares().sums(above * above) / fixed.members).sqrt()
             width = (deviations * (r / 4))[owner]
             bins = (above >= -width).long() + (above >= 0).long() + (above >= width).long()
             bins = torch.where(is_valid, bins, 0)
-            table.copy_(means_of(wide, is_valid, 4 * owner + bins, 4 * segments).float())
+            means = [fixed.sums(wide, bins == b) / fixed.count(bins == b) for b in range(4)]
+            table.copy_(torch.stack(means, 1).float().flatten())
             codes.copy_(packed(bins.to(torch.uint8), 2))
         return self.table_decode(kind, section, selection.indices, selection.count, bounds)[0]
 
@@ -614,18 +617,65 @@ def unpacked(packed: UInt8[Tensor, "nbytes"], width: int, n: int) -> UInt8[Tenso
     return (packed.unsqueeze(1) >> shifts & 2**width - 1).view(-1)[:n]
 
 
-def means_of(
-    values: Float64[Tensor, "capacity"],
-    is_valid: Bool[Tensor, "capacity"],
-    group: Int64[Tensor, "capacity"],
-    groups: int,
-) -> Float64[Tensor, "groups"]:
-    """Return the mean of each group's values, added up in their order, or 0. Invalid values are zero."""
-    counts = torch.zeros(groups, dtype=torch.int64, device=values.device).index_add_(0, group, is_valid.long())
-    sums = torch.zeros(groups, dtype=torch.float64, device=values.device)
-    # not index_add_, which adds in a varying order on a GPU
-    sums.index_put_((group,), values, accumulate=True)
-    return sums / counts.clamp(min=1)
+@dataclass(frozen=True)
+class FixedPoint:
+    """Sums of each segment's values that are the same in any order, since they are sums of integers.
+
+    A value becomes the integer value * scale, rounded towards zero. The scale of a segment is the power of two
+    that puts the magnitudes below 2**(62 - b), where b is the number of bits of the number of members, so that no
+    sum of so many overflows. A segment with a value that is not finite has NaN as its sums.
+
+    Attributes:
+        is_valid, owner: Of each element, whether it is one, and its segment.
+        largest: Bits of the largest magnitude of each segment.
+        members: Number of its elements, at least 1.
+        exponent: The magnitudes of a segment are at most 2**exponent.
+    """
+
+    is_valid: Bool[Tensor, "capacity"]
+    owner: Int64[Tensor, "capacity"]
+    largest: Int32[Tensor, "segments"]
+    members: Int64[Tensor, "segments"]
+    exponent: Int64[Tensor, "segments"]
+
+    @classmethod
+    def of(
+        cls,
+        values: Float32[Tensor, "capacity"],
+        is_valid: Bool[Tensor, "capacity"],
+        owner: Int64[Tensor, "capacity"],
+        segments: int,
+    ) -> "FixedPoint":
+        largest = torch.zeros(segments, dtype=torch.int32, device=values.device)
+        largest.scatter_reduce_(0, owner, torch.where(is_valid, values.abs(), 0.0).view(torch.int32), "amax")
+        members = largest.new_zeros(segments, dtype=torch.int64).index_add_(0, owner, is_valid.long())
+        return cls(is_valid, owner, largest, members.clamp(min=1), (largest.long() >> 23).clamp(min=1) - 126)
+
+    def of_squares(self) -> "FixedPoint":
+        """For the squares of differences from the mean: these are at most twice the largest magnitude."""
+        return replace(self, exponent=2 * self.exponent + 2)
+
+    def sums(
+        self, values: Float64[Tensor, "capacity"], chosen: Bool[Tensor, "capacity"] | bool = True
+    ) -> Float64[Tensor, "segments"]:
+        """Return the sum of the chosen values of each segment."""
+        shift = 62 - bit_length(self.members) - self.exponent
+        is_finite = self.largest < INFINITE
+        counts = self.is_valid & chosen & is_finite[self.owner]
+        integers = torch.where(counts, values * power_of(shift)[self.owner], 0.0).long()
+        # index_add_ adds in a varying order on a GPU, which changes no sum of integers
+        sums = torch.zeros_like(self.members).index_add_(0, self.owner, integers)
+        return torch.where(is_finite, sums.double() * power_of(-shift), nan)
+
+    def count(self, chosen: Bool[Tensor, "capacity"]) -> Int64[Tensor, "segments"]:
+        """Return the number of chosen elements of each segment, at least 1."""
+        own = (self.is_valid & chosen).long()
+        return torch.zeros_like(self.members).index_add_(0, self.owner, own).clamp(min=1)
+
+
+def power_of(exponent: Int64[Tensor, "n"]) -> Float64[Tensor, "n"]:
+    """Return 2**exponent, exact on every device."""
+    return (exponent + 1023 << 52).view(torch.float64)
 
 
 def first_values(

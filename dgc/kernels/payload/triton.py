@@ -1,9 +1,10 @@
 """The GPU backend of payloads: Triton kernels with the same bytes and bits as `Codec` and `NativeMeanDecoder`.
 
 Launches of `encode`, PyTorch's included: 2, for Rice codes 3, for plain indices and cast values 1 if the largest
-magnitude is known, else 3 (in chunks 2, else 4); `seal_` and `words_of` 1. The mean of any number of payloads
-takes 2, and for coded indices 1 more; where one program would read more than 64 kB of them, 2 more for chunks, 3
-for packed ones and 4 for Rice codes. Nothing waits for the device.
+magnitude is known, else 3 (in chunks 2, else 4), and for int8 values 1 more, for signs 2, for 2 bits 4; `seal_`
+and `words_of` 1. The mean of any number of payloads takes 2, and for coded indices 1 more; where one program would
+read more than 64 kB of them, 2 more for chunks, 3 for packed ones and 4 for Rice codes. Nothing waits for the
+device.
 """
 
 from collections.abc import Sequence
@@ -45,9 +46,15 @@ from dgc.kernels.payload import (
     block_count,
 )
 from dgc.kernels.payload.triton_coded import (
+    BIN_SUMS,
     FAN,
+    FIELDS,
     FOUND,
     MOST,
+    MOST_IN,
+    SQUARES_OF,
+    SUM_OF,
+    add_up,
     measure_packed,
     measure_rice,
     place_rice,
@@ -81,6 +88,12 @@ FEW = 256  # entries of a payload that `merge` reads at a time: a tile has few
 PART = 512  # elements of a coded payload per program: fields need many registers
 LISTED = 1024  # blocks of a code, or chunks, of which a program adds what is known of them
 COUNTERS = 2 + 2 * SHARES.value
+# what is found of the values of segments, in this order
+FIELDS_OF = {
+    ValueKind.SIGN: (MOST_IN, SUM_OF),
+    ValueKind.INT8: (MOST_IN,),
+    ValueKind.TWO_BITS: (MOST_IN, SUM_OF, SQUARES_OF, BIN_SUMS),
+}
 
 
 @dataclass(frozen=True)
@@ -151,7 +164,7 @@ class TritonCodec(Codec):
             return payload, SparseVector(selection.indices, decoded, selection.count), values
         counters, decoded = counters_on(device, current_stream(device)), torch.empty_like(values)
         segments, begin = bounds.numel() - 1, layout.value_bytes.start
-        programs, widths = block_count(code.capacity, PART), None
+        programs, fields, widths = block_count(code.capacity, PART), None, None
         own, given, found, largest = selection, selection, None, None
         plan = plan_code(code)
         if code.kind not in BLOCKS:
@@ -167,11 +180,16 @@ class TritonCodec(Codec):
             largest = found[MOST.value :]
         if layout.values in TABLES:
             programs += segments
-        if layout.values == ValueKind.TWO_BITS:
-            widths = on_device((r / 4,), torch.float64, device)
+            if layout.values == ValueKind.TWO_BITS:
+                widths = on_device((r / 4,), torch.float64, device)
+            fields = zeros_on(device, max(1, 2 * segments * FIELDS.value)).view(torch.int64)
+            elements = (given.indices, given.values, given.count, found, limit, bounds, segments, fields, widths)
+            for field in FIELDS_OF[layout.values]:
+                variant = (int(code.kind), int(layout.values), field.value, PART)
+                self._launch(add_up, values, block_count(code.capacity, PART), *elements, *variant)
         what = (given.indices, given.values, given.count, *header, code.capacity, limit, largest)
         measured = (found, plan.blocks, plan.stride, plan.parts, plan.tree.levels)
-        how = (bounds, segments, widths, payload, begin, codes_begin(layout, segments))
+        how = (bounds, segments, fields, widths, payload, begin, codes_begin(layout, segments))
         result = (decoded, own.indices, own.values, own.count, *terms.words, counters, max(1, programs))
         kind = (int(code.kind), plan.block, int(layout.values), BLOCK, PART)
         self._launch(write_coded, values, max(1, programs), *what, *measured, *how, *result, *kind)

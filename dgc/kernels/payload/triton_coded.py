@@ -33,6 +33,9 @@ WIDEST, WITHIN, INSIDE = (tl.constexpr(i) for i in (LARGEST_PARAMETER, CHUNK_BIT
 # for Rice codes the unary bits before it, both counted from the beginning of its part. Then the same sums of the
 # parts before (`add_parts`).
 KEPT, MOST, END, SHARE, FOUND = (tl.constexpr(i) for i in range(5))
+# What is known of a segment's values: bits of the largest magnitude, number of elements, sum, and of bins these
+MOST_IN, MEMBERS, SUM_OF, SQUARES_OF, BIN_MEMBERS = (tl.constexpr(i) for i in range(5))
+BIN_SUMS, FIELDS = tl.constexpr(8), tl.constexpr(12)
 FAN = tl.constexpr(512)  # parts, or groups of parts, whose sums one program adds
 
 
@@ -386,186 +389,246 @@ def write_within(index, j, is_valid, n_chunks, payload):
 
 @triton.jit
 @no_type_check
-def values_at(values, j, is_valid, count, kept, limit):
-    x = tl.load(values + element(j, count, kept), mask=is_valid, other=0.0)
-    return tl.minimum(tl.maximum(x, -limit), limit)
+def limited(x, limit):
+    """NaN stays NaN."""
+    return tl.where(x == x, tl.minimum(tl.maximum(x, -limit), limit), x)
 
 
 @triton.jit
 @no_type_check
-def sent_below(indices, count, kept, index):
-    """Return the number of elements that are sent of lower indices."""
+def segment_of(index, bounds, n_segments):
+    """Return the segment of an index. Indices outside all segments belong to the first or the last one."""
     low = tl.zeros([], dtype=tl.int32)
-    high = kept
+    high = low + (n_segments - 1)
     while low < high:
-        middle = (low + high) // 2
-        below = tl.load(indices + element(middle, count, kept)) < index
-        low = tl.where(below, middle + 1, low)
-        high = tl.where(below, high, middle)
+        middle = (low + high + 1) // 2
+        begins = tl.load(bounds + middle) <= index
+        low = tl.where(begins, middle, low)
+        high = tl.where(begins, high, middle - 1)
     return low
 
 
 @triton.jit
 @no_type_check
-def store_number(payload, place, x):
-    """Write an fp32 number. Returns what it adds to the sum of the checksum."""
-    tl.store((payload + place).to(tl.pointer_type(tl.float32)), x)
-    return contribution(x.to(tl.int32, bitcast=True).to(tl.int64) & LOW, place)
+def segments_in(indices, first, count, kept, bounds, n_segments, LANES: tl.constexpr):
+    """Return the first segment of elements first .. first + LANES - 1, and the one after their last segment."""
+    last = tl.maximum(tl.minimum(first + LANES, kept), 1) - 1
+    begin = segment_of(tl.load(indices + element(tl.minimum(first, last), count, kept)), bounds, n_segments)
+    end = segment_of(tl.load(indices + element(last, count, kept)), bounds, n_segments) + 1
+    return begin, tl.where(first < kept, end, begin)
 
 
 @triton.jit
 @no_type_check
-def int8_segment(values, first, last, count, kept, limit, payload, place, codes, decoded, LANES: tl.constexpr):
-    """Write the scale and codes of elements first .. last - 1. Returns what they add to the checksum's sum."""
-    lane = tl.arange(0, LANES)
-    most = tl.zeros([], dtype=tl.float32)
-    for i in range(first, last, LANES):
-        x = values_at(values, i + lane, i + lane < last, count, kept, limit)
-        most = tl.maximum(most, tl.max(tl.abs(x), 0))
-    smallest = (tl.zeros([], dtype=tl.int32) + 1).to(tl.float32, bitcast=True)
-    scale = tl.where(most > 0, tl.maximum(tl.math.div_rn(most, tl.zeros_like(most) + 127.0), smallest), 0.0)
-    step = tl.where(most > 0, scale, 1.0)
-    part = store_number(payload, place, scale)
-    for i in range(first, last, LANES):
-        j = i + lane
-        is_valid = j < last
-        y = tl.math.div_rn(
-            values_at(values, j, is_valid, count, kept, limit), tl.zeros([LANES], tl.float32) + step
-        )
-        # to nearest even: at 2**23 and above there are no fractions
-        y = tl.minimum(tl.maximum((y + 12582912.0) - 12582912.0, -127.0), 127.0)
-        code = y.to(tl.int8)
-        tl.store((payload + codes).to(tl.pointer_type(tl.int8)) + j, code, mask=is_valid)
-        tl.store(decoded + j, code.to(tl.float32) * scale, mask=is_valid)
-        part += tl.sum(tl.where(is_valid, contribution(code.to(tl.int64) & 0xFF, codes + j.to(tl.int64)), 0), 0)
-    return part
+def is_in(index, segment, bounds, n_segments):
+    above = (index >= tl.load(bounds + segment)) | (segment == 0)
+    return above & ((index < tl.load(bounds + segment + 1)) | (segment == n_segments - 1))
 
 
 @triton.jit
 @no_type_check
-def sums_of(values, first, last, count, kept, limit, SIGNED: tl.constexpr, LANES: tl.constexpr):
-    """Return (the sum of elements first .. last - 1, or of their magnitudes; whether any order gives it)."""
-    lane = tl.arange(0, LANES)
-    total = tl.zeros([], dtype=tl.float64)
-    lowest = tl.zeros([], dtype=tl.int32) + 255
-    highest = tl.zeros([], dtype=tl.int32)
-    for i in range(first, last, LANES):
-        x = values_at(values, i + lane, i + lane < last, count, kept, limit)
-        bits = x.to(tl.int32, bitcast=True) & MAGNITUDE
-        exponent = tl.maximum(bits >> 23, 1)
-        lowest = tl.minimum(lowest, tl.min(tl.where(bits > 0, exponent, 255), 0))
-        highest = tl.maximum(highest, tl.max(tl.where(bits > 0, exponent, 0), 0))
-        total += tl.sum((x if SIGNED else tl.abs(x)).to(tl.float64), 0)
-    spread = tl.maximum(highest - lowest, 0)
-    exact = (spread < 30) & (last - first <= (1 << tl.maximum(29 - spread, 0)))
-    if not exact:
-        total = tl.zeros([], dtype=tl.float64)
-        for j in range(first, last):
-            x = values_at(values, tl.cast(j, tl.int32), j < last, count, kept, limit)
-            total += (x if SIGNED else tl.abs(x)).to(tl.float64)
-    return total, exact
+def power_of(exponent):
+    return (tl.cast(exponent + 1023, tl.int64) << 52).to(tl.float64, bitcast=True)
 
 
 @triton.jit
 @no_type_check
-def sign_segment(values, first, last, count, kept, limit, payload, place, codes, decoded, LANES: tl.constexpr):
-    """As `int8_segment`: the mean magnitude, and signs."""
-    total, _ = sums_of(values, first, last, count, kept, limit, False, LANES)
-    mean = (total / tl.maximum(last - first, 1).to(tl.float64)).to(tl.float32)
-    part = store_number(payload, place, mean)
-    lane = tl.arange(0, LANES)
-    for i in range(first, last, LANES):
-        j = i + lane
-        is_valid = j < last
-        negative = is_valid & (values_at(values, j, is_valid, count, kept, limit) < 0)
-        at = 8 * tl.cast(codes, tl.int64) + j
-        part += tl.sum(add_field(payload, at, tl.zeros_like(at) + 1, negative), 0)
-        tl.store(decoded + j, tl.where(negative, -mean, mean), mask=is_valid)
-    return part
+def shift_of(most, members, SQUARED: tl.constexpr):
+    """Return the exponent of the scale of a segment's values, or of the squares: `FixedPoint`."""
+    exponent = tl.maximum(most >> 23, 1) - 126
+    length = (tl.maximum(members, 1).to(tl.float64).to(tl.int64, bitcast=True) >> 52) - 1022
+    return 62 - length - (2 * exponent + 2 if SQUARED else exponent)
 
 
 @triton.jit
 @no_type_check
-def bin_of(above, width):
+def fixed_sum(x, chosen, shift):
+    """Return the sum of the chosen values, as integers."""
+    return tl.sum(tl.where(chosen, x * power_of(shift), 0.0).to(tl.int64), 0)
+
+
+@triton.jit
+@no_type_check
+def mean_in(total, count, shift, most):
+    """Return the mean of values whose sum as integers is `total`, NaN if a value of the segment is not finite."""
+    mean = total.to(tl.float64) * power_of(-shift) / tl.maximum(count, 1).to(tl.float64)
+    nan = (tl.zeros_like(count) + 0x7FF8000000000000).to(tl.float64, bitcast=True)
+    return tl.where(most >= INFINITE, nan, mean)
+
+
+@triton.jit
+@no_type_check
+def mean_of(fields, most, members):
+    return mean_in(tl.load(fields + SUM_OF), members, shift_of(most, members, False), most)
+
+
+@triton.jit
+@no_type_check
+def bins_of(x, fields, most, members, widths):
+    """Return the bin of each value of a segment. widths: width of a bin, in deviations."""
+    squares = mean_in(tl.load(fields + SQUARES_OF), members, shift_of(most, members, True), most)
+    width = tl.sqrt(squares) * tl.load(widths)
+    above = x.to(tl.float64) - mean_of(fields, most, members)
     return (above >= -width).to(tl.int32) + (above >= 0).to(tl.int32) + (above >= width).to(tl.int32)
 
 
 @triton.jit
 @no_type_check
-def two_bit_segment(
-    values, first, last, count, kept, limit, widths, payload, place, codes, decoded, LANES: tl.constexpr
+def number_of(fields, b, most, members, KIND: tl.constexpr):
+    """Return number b of a segment's table."""
+    if KIND == SIGN:
+        number = mean_of(fields, most, members).to(tl.float32)
+    elif KIND == INT8:
+        largest = most.to(tl.int32).to(tl.float32, bitcast=True)
+        smallest = (tl.zeros_like(largest).to(tl.int32) + 1).to(tl.float32, bitcast=True)
+        scale = tl.maximum(tl.math.div_rn(largest, tl.zeros_like(largest) + 127.0), smallest)
+        number = tl.where(largest == 0, 0.0, tl.where(largest > 0, scale, largest))
+    else:
+        total, count = tl.load(fields + BIN_SUMS + b), tl.load(fields + BIN_MEMBERS + b)
+        number = mean_in(total, count, shift_of(most, members, False), most).to(tl.float32)
+    return number
+
+
+@moves("indices values", "", lambda a: read_and_written(8 * FIELDS.value * a.programs), lambda a: 8 * a.LANES)
+@triton.jit(do_not_specialize=["n_segments"])
+@no_type_check
+def add_up(
+    indices,
+    values,
+    count,
+    found,
+    limit,
+    bounds,
+    n_segments,
+    fields,
+    widths,
+    INDEX: tl.constexpr,
+    KIND: tl.constexpr,
+    FIELD: tl.constexpr,
+    LANES: tl.constexpr,
 ):
-    """As `int8_segment`: the means of 4 bins, and the numbers of bins. widths: width of a bin, in deviations."""
-    lane = tl.arange(0, LANES)
-    total, exact = sums_of(values, first, last, count, kept, limit, True, LANES)
-    n = tl.maximum(last - first, 1).to(tl.float64)
-    mean = total / n
-    squares = tl.zeros([], dtype=tl.float64)
-    for i in range(first, last, LANES):
-        is_valid = i + lane < last
-        above = values_at(values, i + lane, is_valid, count, kept, limit).to(tl.float64) - mean
-        squares += tl.sum(tl.where(is_valid, above * above, 0.0), 0)
-    width = tl.sqrt(squares / n) * tl.load(widths)
-    # sums of n squares in two orders differ by less than 2 n roundings
-    slack = width * ((4 * n + 32) * 1.1102230246251565e-16)
-    near = tl.zeros([], dtype=tl.int32)
-    for i in range(first, last, LANES):
-        is_valid = i + lane < last
-        above = values_at(values, i + lane, is_valid, count, kept, limit).to(tl.float64) - mean
-        near += tl.sum((is_valid & (tl.abs(tl.abs(above) - width) <= slack)).to(tl.int32), 0)
-    if (near > 0) & (squares > 0):
-        squares = tl.zeros([], dtype=tl.float64)
-        for j in range(first, last):
-            x = values_at(values, tl.cast(j, tl.int32), j < last, count, kept, limit)
-            above = x.to(tl.float64) - mean
-            squares += above * above
-        width = tl.sqrt(squares / n) * tl.load(widths)
-    number = tl.arange(0, 4)
-    sums, counts = tl.zeros([4], dtype=tl.float64), tl.zeros([4], dtype=tl.int32)
-    part = tl.zeros([], dtype=tl.int64)
-    for i in range(first, last, LANES):
-        j = i + lane
-        is_valid = j < last
-        x = values_at(values, j, is_valid, count, kept, limit).to(tl.float64)
-        bin = bin_of(x - mean, width)
-        part += tl.sum(add_field(payload, 8 * tl.cast(codes, tl.int64) + 2 * j, bin, is_valid), 0)
-        for b in tl.static_range(4):
-            own = is_valid & (bin == b)
-            sums += tl.where(number == b, tl.sum(tl.where(own, x, 0.0), 0), 0.0)
-            counts += tl.where(number == b, tl.sum(own.to(tl.int32), 0), 0)
-    if not exact:
-        sums = tl.zeros([4], dtype=tl.float64)
-        for j in range(first, last):
-            x = values_at(values, tl.cast(j, tl.int32), j < last, count, kept, limit).to(tl.float64)
-            sums += tl.where(number == bin_of(x - mean, width), x, 0.0)
-    means = (sums / tl.maximum(counts, 1).to(tl.float64)).to(tl.float32)
-    part += tl.sum(store_number(payload, place + 4 * number, means), 0)
-    for i in range(first, last, LANES):
-        j = i + lane
-        bin = bin_of(values_at(values, j, j < last, count, kept, limit).to(tl.float64) - mean, width)
-        y = tl.zeros([LANES], dtype=tl.float32)
-        for b in tl.static_range(4):
-            y = tl.where(bin == b, tl.sum(tl.where(number == b, means, 0.0), 0), y)
-        tl.store(decoded + j, y, mask=j < last)
-    return part
+    """Each program adds LANES of the elements that are sent to one field of their segments, or to those of bins.
+
+    fields: FIELDS of each segment, zeros but for those before this one. `write_coded` makes them zeros again.
+    """
+    n = tl.load(count)
+    kept = n
+    if INDEX == PACKED:
+        kept = tl.load(found + KEPT).to(tl.int32)
+    first = tl.program_id(0) * LANES
+    if first < kept:
+        j = first + tl.arange(0, LANES)
+        which = element(j, n, kept)
+        index = tl.load(indices + which, mask=j < kept, other=0)
+        x = limited(tl.load(values + which, mask=j < kept, other=0.0), limit)
+        begin, end = segments_in(indices, first, n, kept, bounds, n_segments, LANES)
+        for segment in range(begin, end):
+            own = (j < kept) & is_in(index, segment, bounds, n_segments)
+            here = fields + tl.cast(segment, tl.int64) * FIELDS
+            if FIELD == MOST_IN:
+                bits = x.to(tl.int32, bitcast=True) & MAGNITUDE
+                tl.atomic_max(here + MOST_IN, tl.max(tl.where(own, bits, 0), 0).to(tl.int64))
+                tl.atomic_add(here + MEMBERS, tl.sum(own.to(tl.int64), 0))
+            else:
+                most, members = tl.load(here + MOST_IN), tl.load(here + MEMBERS)
+                shift = shift_of(most, members, FIELD == SQUARES_OF)
+                # nothing is added where a value is not finite
+                own = own & (most < INFINITE)
+                wide = x.to(tl.float64)
+                if FIELD == SUM_OF:
+                    tl.atomic_add(here + SUM_OF, fixed_sum(tl.abs(wide) if KIND == SIGN else wide, own, shift))
+                elif FIELD == SQUARES_OF:
+                    above = wide - mean_of(here, most, members)
+                    tl.atomic_add(here + SQUARES_OF, fixed_sum(above * above, own, shift))
+                else:
+                    bins = bins_of(x, here, most, members, widths)
+                    for b in tl.static_range(4):
+                        chosen = own & (bins == b)
+                        tl.atomic_add(here + BIN_MEMBERS + b, tl.sum(chosen.to(tl.int64), 0))
+                        tl.atomic_add(here + BIN_SUMS + b, fixed_sum(wide, chosen, shift))
+
+
+@triton.jit
+@no_type_check
+def write_table(segment, fields, payload, begin, KIND: tl.constexpr):
+    """Write the numbers of a segment. Returns what they add to the checksum's sum."""
+    NUMBERS: tl.constexpr = 1 if KIND <= INT8 else 4
+    total = tl.zeros([], dtype=tl.int64)
+    fields += tl.cast(segment, tl.int64) * FIELDS
+    most, members = tl.load(fields + MOST_IN), tl.load(fields + MEMBERS)
+    for b in tl.static_range(NUMBERS):
+        number = number_of(fields, b, most, members, KIND)
+        place = begin + 4 * (NUMBERS * tl.cast(segment, tl.int64) + b)
+        tl.store((payload + place).to(tl.pointer_type(tl.float32)), number)
+        total += contribution(number.to(tl.int32, bitcast=True).to(tl.int64) & LOW, place)
+    return total
+
+
+@triton.jit
+@no_type_check
+def write_codes(
+    indices,
+    index,
+    x,
+    j,
+    first,
+    count,
+    kept,
+    bounds,
+    n_segments,
+    fields,
+    widths,
+    payload,
+    codes,
+    decoded,
+    capacity,
+    KIND: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Write the codes of the elements j, whose values are x, and what they decode to. Returns what the codes add
+    to the checksum's sum.
+    """
+    is_valid = j < kept
+    begin, end = segments_in(indices, first, count, kept, bounds, n_segments, LANES)
+    code, y = tl.zeros([LANES], dtype=tl.int32), tl.zeros([LANES], dtype=tl.float32)
+    for segment in range(begin, end):
+        own = is_valid & is_in(index, segment, bounds, n_segments)
+        here = fields + tl.cast(segment, tl.int64) * FIELDS
+        most, members = tl.load(here + MOST_IN), tl.load(here + MEMBERS)
+        if KIND == SIGN:
+            mean = number_of(here, 0, most, members, KIND)
+            y = tl.where(own, tl.where(x < 0, -mean, mean), y)
+            code = tl.where(own, (x < 0).to(tl.int32), code)
+        elif KIND == INT8:
+            y = tl.where(own, number_of(here, 0, most, members, KIND), y)
+        else:
+            bins = bins_of(x, here, most, members, widths)
+            for b in tl.static_range(4):
+                y = tl.where(own & (bins == b), number_of(here, b, most, members, KIND), y)
+            code = tl.where(own, bins, code)
+    if KIND == INT8:
+        z = tl.math.div_rn(x, tl.where(y > 0, y, 1.0))
+        # to nearest even: at 2**23 and above there are no fractions
+        z = tl.minimum(tl.maximum((z + 12582912.0) - 12582912.0, -127.0), 127.0)
+        code = z.to(tl.int32)
+        y *= z
+    tl.store(decoded + j, y, mask=j < capacity)
+    if KIND == INT8:
+        tl.store((payload + codes).to(tl.pointer_type(tl.int8)) + j, code.to(tl.int8), mask=is_valid)
+        sums = tl.where(is_valid, contribution((code & 0xFF).to(tl.int64), codes + j.to(tl.int64)), 0)
+    else:
+        WIDTH: tl.constexpr = 1 if KIND == SIGN else 2
+        sums = add_field(payload, 8 * tl.cast(codes, tl.int64) + WIDTH * j, code, is_valid)
+    return sums
 
 
 CODED_SIZES = "capacity n_blocks stride n_found levels n_segments begin codes".split()
 
 
-def read_by_write_coded(a: Any) -> int:
-    """Return the most bytes that a program reads: for each element its index, value and gap, and the parameter and
-    first bit of its block; or all sent elements of a tensor, for signs and int8 twice, for 2 bits five times, and
-    where sums must be added one by one once or three times more.
-    """
-    passes = {SIGN.value: 3, INT8.value: 2}.get(a.KIND, 8) if a.KIND > BF16.value else 0
-    return max(32 * a.LANES, 4 * passes * a.capacity)
-
-
 @moves(
-    "indices indices indices values values values values bounds widths tensors payload",
+    "indices indices values payload",
     "payload decoded own_indices own_values",
-    most=read_by_write_coded,
+    most=lambda a: 32 * a.LANES,  # index, value and gap, and the parameter and first bit of the block
 )
 @triton.jit(do_not_specialize=[*CODED_SIZES, "ratio", "form", "n_programs", "n_bounds"])
 @no_type_check
@@ -586,6 +649,7 @@ def write_coded(
     levels,
     bounds,
     n_segments,
+    fields,
     widths,
     payload,
     begin,
@@ -606,10 +670,10 @@ def write_coded(
 ):
     """Write a payload of coded indices, or tables, or both, into zeros.
 
-    A program writes LANES elements, or the table and the codes of a segment. stride, n_found, levels: what a share
-    takes of `found`, its parts of PART elements, and the levels of their sums. begin, codes: first byte of the
-    values, and of the codes. own_*: written if indices are packed: the part of the selection that is sent. If not,
-    the selection is that part.
+    A program writes LANES elements, or the table of a segment. stride, n_found, levels: what a share takes
+    of `found`, its parts of PART elements, and the levels of their sums. fields: of segments (`add_up`). begin,
+    codes: first byte of the values, and of the codes. own_*: written if indices are packed: the part of the
+    selection that is sent. If not, the selection is that part.
     """
     p = tl.program_id(0)
     n_parts = (capacity + LANES - 1) // LANES
@@ -649,28 +713,35 @@ def write_coded(
             sums += store_cast(payload, begin, j, bits, is_valid, KIND)
             tl.store(decoded + j, tl.where(is_valid, y, 0.0), mask=inside)
         else:
-            tl.store(decoded + j, tl.zeros([LANES], dtype=tl.float32), mask=inside & (j >= kept))
+            sums += write_codes(
+                indices,
+                index,
+                limited(x, limit),
+                j,
+                p * LANES,
+                n,
+                kept,
+                bounds,
+                n_segments,
+                fields,
+                widths,
+                payload,
+                codes,
+                decoded,
+                capacity,
+                KIND,
+                LANES,
+            )
         part = tl.sum(tl.where(inside, sums, 0), 0)
-    if KIND > BF16:
-        s = p - n_parts
-        if (s >= 0) & (s < n_segments):
-            # elements outside all segments belong to the first or last
-            low = tl.zeros([], dtype=tl.int32)
-            if s > 0:
-                low = sent_below(indices, n, kept, tl.load(bounds + s))
-            high = kept
-            if s < n_segments - 1:
-                high = sent_below(indices, n, kept, tl.load(bounds + s + 1))
-            if KIND == INT8:
-                place = begin + 4 * s.to(tl.int64)
-                part = int8_segment(values, low, high, n, kept, limit, payload, place, codes, decoded, LANES)
-            elif KIND == SIGN:
-                place = begin + 4 * s.to(tl.int64)
-                part = sign_segment(values, low, high, n, kept, limit, payload, place, codes, decoded, LANES)
-            else:
-                place = begin + 16 * s.to(tl.int64)
-                part = two_bit_segment(
-                    values, low, high, n, kept, limit, widths, payload, place, codes, decoded, LANES
-                )
+    elif KIND > BF16:
+        if p - n_parts < n_segments:
+            part = write_table(p - n_parts, fields, payload, begin, KIND)
     number = found if INDEX == PACKED else count
-    finish(payload, part, counters, n_programs, number, first, tensors, n_bounds, scale, ratio, form, LANES)
+    is_last = finish(
+        payload, part, counters, n_programs, number, first, tensors, n_bounds, scale, ratio, form, LANES
+    )
+    if KIND > BF16:
+        if is_last:
+            lane = tl.arange(0, LANES)
+            for i in range(0, n_segments * FIELDS, LANES):
+                tl.store(fields + i + lane, tl.zeros([LANES], tl.int64), mask=i + lane < n_segments * FIELDS)

@@ -69,11 +69,13 @@ def write_header(payload, counters, count, where, bounds, n_bounds, scale, ratio
 def finish(
     payload, part, counters, n_programs, count, first, bounds, n_bounds, scale, ratio, form, LANES: tl.constexpr
 ):
-    """Add this program's part of the sum. The last program writes the header."""
+    """Add this program's part of the sum. The last program writes the header. Returns whether it is this one."""
     tl.atomic_add(counters + SUM, part)
-    if tl.atomic_add(counters + FINISHED, 1) == n_programs - 1:
+    is_last = tl.atomic_add(counters + FINISHED, 1) == n_programs - 1
+    if is_last:
         where = tl.load(first)
         write_header(payload, counters, tl.load(count), where, bounds, n_bounds, scale, ratio, form, LANES)
+    return is_last
 
 
 @moves("values", "")

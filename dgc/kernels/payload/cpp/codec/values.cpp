@@ -123,6 +123,30 @@ void for_ranges(const int32_t* indices, int64_t count, const int64_t* bounds, in
     }
 }
 
+// The largest bits of magnitudes, which are ordered as the magnitudes.
+uint32_t largest_in(const float* values, int64_t begin, int64_t end) {
+    uint32_t largest = 0;
+    for (int64_t j = begin; j < end; ++j) largest = std::max(largest, bits_of(values[j]) & 0x7FFFFFFF);
+    return largest;
+}
+
+inline double power_of(int exponent) { return std::ldexp(1.0, exponent); }
+
+// As the class of the same name in payload/__init__.py: members * 2**exponent is no less than any sum.
+struct FixedPoint {
+    double scale, unit;
+
+    FixedPoint(int64_t members, int exponent) {
+        const int shift = 62 - (64 - __builtin_clzll(static_cast<uint64_t>(members))) - exponent;
+        scale = power_of(shift);
+        unit = power_of(-shift);
+    }
+    int64_t of(double x) const { return static_cast<int64_t>(x * scale); }
+    double value(int64_t sum) const { return static_cast<double>(sum) * unit; }
+};
+
+inline int exponent_of(uint32_t largest) { return std::max(1, static_cast<int>(largest >> 23)) - 126; }
+
 }  // namespace
 }  // namespace dgc
 
@@ -149,9 +173,15 @@ DGC_EXPORT void dgc_sign_encode(const int32_t* indices, const float* values, int
                                 int64_t segments, uint8_t* section, float* decoded) {
     uint8_t* bits = section + 4 * segments;
     for_ranges(indices, count, bounds, segments, [&](int64_t segment, int64_t begin, int64_t end) {
-        double sum = 0;
-        for (int64_t j = begin; j < end; ++j) sum += static_cast<double>(std::fabs(values[j]));
-        float mean = end > begin ? static_cast<float>(sum / static_cast<double>(end - begin)) : 0.0f;
+        const int64_t members = std::max<int64_t>(1, end - begin);
+        const uint32_t largest = largest_in(values, begin, end);
+        float mean = float_of(NOT_A_NUMBER);
+        if (largest < INFINITY_BITS) {
+            const FixedPoint fixed(members, exponent_of(largest));
+            int64_t sum = 0;
+            for (int64_t j = begin; j < end; ++j) sum += fixed.of(static_cast<double>(std::fabs(values[j])));
+            mean = static_cast<float>(fixed.value(sum) / static_cast<double>(members));
+        }
         store(section + 4 * segment, mean);
         for (int64_t j = begin; j < end; ++j) decoded[j] = values[j] < 0 ? -mean : mean;
     });
@@ -210,25 +240,34 @@ DGC_EXPORT int dgc_int8_decode(const int32_t* indices, int64_t count, const int6
     return valid;
 }
 
-// Tensors are shared out to threads: the values of one are added one after the other.
+// Tensors are shared out to threads.
 DGC_EXPORT void dgc_two_bit_encode(const int32_t* indices, const float* values, int64_t count, const int64_t* bounds,
                                    int64_t segments, uint8_t* section, float* decoded, double r, int threads) {
     uint8_t* const codes = section + 16 * segments;
     const auto encode = [&](int64_t segment, int64_t begin, int64_t end) {
-        const double members = static_cast<double>(std::max<int64_t>(1, end - begin));
-        double sum = 0, squares = 0;
-        for (int64_t j = begin; j < end; ++j) sum += static_cast<double>(values[j]);
-        const double mean = sum / members;
+        const int64_t members = std::max<int64_t>(1, end - begin);
+        const uint32_t largest = largest_in(values, begin, end);
+        if (largest >= INFINITY_BITS) {
+            for (int code = 0; code < 4; ++code) store(section + 16 * segment + 4 * code, float_of(NOT_A_NUMBER));
+            std::fill(decoded + begin, decoded + end, float_of(NOT_A_NUMBER));
+            return;
+        }
+        // differences from the mean are at most twice the largest magnitude
+        const int exponent = exponent_of(largest);
+        const FixedPoint fixed(members, exponent), squared(members, 2 * exponent + 2);
+        int64_t sum = 0, squares = 0;
+        for (int64_t j = begin; j < end; ++j) sum += fixed.of(static_cast<double>(values[j]));
+        const double mean = fixed.value(sum) / static_cast<double>(members);
         for (int64_t j = begin; j < end; ++j) {
             const double above = static_cast<double>(values[j]) - mean;
-            squares += above * above;
+            squares += squared.of(above * above);
         }
-        const double width = std::sqrt(squares / members) * (r / 4);
-        double sums[4] = {0, 0, 0, 0}, counts[4] = {0, 0, 0, 0};
+        const double width = std::sqrt(squared.value(squares) / static_cast<double>(members)) * (r / 4);
+        int64_t sums[4] = {0, 0, 0, 0}, counts[4] = {0, 0, 0, 0};
         const auto code_of = [&](int64_t j) {
             const double value = static_cast<double>(values[j]), above = value - mean;
             const int code = (above >= -width) + (above >= 0) + (above >= width);
-            sums[code] += value;
+            sums[code] += fixed.of(value);
             counts[code] += 1;
             return code << 2 * (j % 4);
         };
@@ -244,7 +283,8 @@ DGC_EXPORT void dgc_two_bit_encode(const int32_t* indices, const float* values, 
         for (; j < end; ++j) add(j);
         float table[4];
         for (int code = 0; code < 4; ++code) {
-            table[code] = static_cast<float>(sums[code] / std::max(1.0, counts[code]));
+            const double own = static_cast<double>(std::max<int64_t>(1, counts[code]));
+            table[code] = static_cast<float>(fixed.value(sums[code]) / own);
             store(section + 16 * segment + 4 * code, table[code]);
         }
         for (j = begin; j < end; ++j)
