@@ -104,6 +104,15 @@ def test_no_method_waits_but_for_what_ranks_report(make: Any) -> None:
     assert set(waits_of(make())) == READ
 
 
+@pytest.mark.parametrize("bits", [3, 6])
+def test_fields_of_any_width_are_packed_and_unpacked_without_waiting(bits: int) -> None:
+    levels = torch.arange(100, device=DEVICE).remainder(2**bits).byte()
+    quantize = kernels.of(levels).quantize
+    with watching() as watch:
+        again = quantize.unpack(quantize.pack(levels, bits), bits, 100)
+    assert watch.seen == [] and torch.equal(again, levels)
+
+
 def test_a_dense_exchange_never_waits() -> None:
     assert waits_of(compression.DenseCompressor()) == []
 

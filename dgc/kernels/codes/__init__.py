@@ -340,11 +340,12 @@ def _packed(fields: Tensor, bounds: Bounds, width: int, unit: int, highest_first
 def _unpacked(
     codes: Codes, bounds: Bounds, width: int, unit: int, *, n: int, highest_first: bool = False
 ) -> UInt8[Tensor, "n"]:
-    shifts = torch.tensor(_shifts(width, highest_first), dtype=torch.int64, device=codes.device)
+    steps = _shifts(width, highest_first)
+    shifts = torch.arange(steps.start, steps.stop, steps.step, dtype=torch.int64, device=codes.device)
     fields = codes[:, None] >> shifts & 2**width - 1
     return fields.view(-1)[places(bounds, width, unit, n)].byte()
 
 
 def _bytes_of(fields: UInt8[Tensor, "n each"], shifts: range) -> UInt8[Tensor, "n"]:
-    weights = torch.tensor([1 << shift for shift in shifts], dtype=torch.int32, device=fields.device)
-    return (fields * weights).sum(1, dtype=torch.uint8)
+    at = torch.arange(shifts.start, shifts.stop, shifts.step, dtype=torch.int32, device=fields.device)
+    return (fields * (1 << at)).sum(1, dtype=torch.uint8)
