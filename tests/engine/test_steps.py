@@ -1,4 +1,4 @@
-"""What exchanges know of the parameters of optimizers."""
+"""What exchanges know of optimizers: their parameters, their steps, and the epochs of these."""
 
 import gc
 from typing import Any
@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from dgc.engine.steps import ParametersOf
+from dgc.engine.state import EpochCount
+from dgc.engine.steps import ParametersOf, _Observers
 
 
 @pytest.fixture
@@ -58,3 +59,23 @@ def test_what_is_known_keeps_no_parameter_alive(count: Any) -> None:
     optimizer.param_groups[0]["params"].pop()
     gc.collect()
     assert last() is None
+
+
+class Observer:
+    def observe(self, optimizer: Any) -> None:
+        """It is called at each step."""
+
+
+def test_an_observer_that_is_gone_is_forgotten() -> None:
+    observers = _Observers(lambda hook: hook, has_parts=True)
+    observers.add(Observer().observe)
+    gc.collect()
+    assert not observers._methods
+
+
+def test_an_epoch_begins_with_its_first_step_alone() -> None:
+    begun: list[float] = []
+    count = EpochCount(3, begun.append)
+    for _ in range(7):
+        count.begin_step()
+    assert begun == [0, 1, 2]
