@@ -55,6 +55,7 @@ from dgc.groups.messages import (
     Begin,
     FromCoordinator,
     Hello,
+    Line,
     Refused,
     Tag,
     Void,
@@ -188,15 +189,15 @@ class Groups:
     def join(self) -> None:
         """Begin with the state on the disk, if there is one, and load the last committed one. Collective."""
         steps = self._own_steps
-        tag, digest = START, self._common_digest(steps.digest())
-        self._member = Member(self, tag, digest, self._max_staleness, self._log)
+        self._member = Member(self, self._common_digest(steps.digest()), self._max_staleness, self._log)
         offers = self._gathered([] if self._disk is None else self._disk.saved())
         for offer in [offer for offer in offers[0] if all(offer in of for of in offers)]:
             state = None if self._disk is None else self._disk.load(Saved(*offer), steps.z.device)
             if all(self._gathered(state is not None)):
-                self.run, tag = offer[0], Tag(*offer[1])
-                self._member.tag, self._member.digest = tag, self.heal(state, keeps=False)
-                self._log(f"begins with round {tag.round} from {self.folder}")
+                assert state is not None
+                self.run, self._member.line = offer[0], _line_of(state)
+                self._member.digest = self.heal(state["state"], keeps=False)
+                self._log(f"begins with round {self.tag.round} from {self.folder}")
                 break
         outcome = self._drive(self._member.join())
         if outcome is Outcome.ALONE and self._link is None and self.place == 0:
@@ -230,7 +231,7 @@ class Groups:
         if self._disk is not None and self._member is not None:
             last = Saved(self.run, self.tag)
             if self._disk.last != last and self.tag != START:
-                self._disk.save(last, self._own_steps.committed_state)
+                self._disk.save(last, self._committed_state)
         self.wait_for_disk()
         if self._link is not None:
             self._link.close()
@@ -419,25 +420,31 @@ class Groups:
             member = self._member
             if member is None or self._in_commit:
                 return None
-            content = {"tag": list(member.tag), "state": steps.committed_state()}
+            content = self._committed_state()
         return pack(content)
+
+    def _committed_state(self) -> dict[str, Any]:
+        """What other groups load, and the disk keeps."""
+        assert self._member is not None
+        return {"line": [list(tag) for tag in self._member.line], "state": self._own_steps.committed_state()}
 
     def _heal(self, tag: Tag, source: str, addresses: Addresses) -> Healed | None:
         start = time.monotonic()
         try:
             for _ in range(ALIKE):
                 found = self._load(source, addresses)
-                tags = self._gathered(None if found is None else tuple(found["tag"]))
+                line = None if found is None else _line_of(found)
+                tags = self._gathered(None if line is None else line[-1])
                 if None in tags or Tag(*min(tags)).round < tag.round:
                     return None
                 if len(set(tags)) == 1:
-                    assert found is not None
+                    assert found is not None and line is not None
                     seconds = time.monotonic() - start
                     self._log(
                         f"loaded round {tags[0][0]} from {source}: {human_bytes(self._bytes)} in {seconds:.1f} s"
                     )
                     self.healed = self._bytes, seconds
-                    return Healed(Tag(*tags[0]), found["state"])
+                    return Healed(line, found["state"])
             return None
         finally:
             self._healing += time.monotonic() - start
@@ -513,7 +520,7 @@ class Groups:
         """The member has a new tag: other members may load the state, and it is saved unless the disk is slow."""
         self._in_commit = False
         if self._disk is not None and self._saves:
-            self._disk.save(Saved(self.run, tag), self._own_steps.committed_state)
+            self._disk.save(Saved(self.run, tag), self._committed_state)
 
     # --- inside the group ---------------------------------------------------------------------------
 
@@ -546,6 +553,10 @@ class Groups:
         if isinstance(result, ValueError):
             raise result
         return result
+
+
+def _line_of(state: dict[str, Any]) -> Line:
+    return tuple(Tag(*map(int, tag)) for tag in state["line"])
 
 
 def hash_of(digests: list[Any]) -> int:

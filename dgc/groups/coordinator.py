@@ -11,7 +11,7 @@ It has no sockets and no clock. `handle`, `gone` and `tick` are given the time, 
 A member that is prepared can neither apply the means nor drop them until it knows the decision. If it dies then,
 its contribution counts. If the coordinator ends before the decision is saved, the attempt is void, since attempts
 are never numbered twice. If all members that had the last committed state are lost, the run goes back to the
-newest state that a member has.
+newest state that a member has. If the file is lost, the run goes on from the newest state that a member has.
 
 A member whose loading takes longer than a round has an old state again when it has loaded one. Rounds are put off
 then until it has loaded another one, for at most `loading` seconds. Nobody waits: the others train on (GoOn).
@@ -254,8 +254,6 @@ class Coordinator:
             return [(sender, Refused(f"{reason}: install the same version of dgc"))]
         if self._is_new and not self.run:
             self.run, self._common = hello.run or self._given, hello.settings
-            if hello.run:  # the file was lost: the run goes on from what a member has
-                self.line = [hello.tag]
             self._store()
         if hello.run not in ("", self.run):
             reason = f"this coordinator leads the run {self.run}, and the member is of the run {hello.run}"
@@ -266,16 +264,24 @@ class Coordinator:
         known = self.members.get(sender)
         self.members[sender] = member = Known(hello.addresses, now, hello.tag, hello.digest)
         self._note(member, hello.tag, hello.digest)
-        if START.attempt < hello.tag.attempt < self._known_since and hello.tag.round > self.committed.round:
-            self.line.append(hello.tag)  # of the time before the file was lost
-            self._store()
         settings = self.settings
         sent: list[Sent] = [(sender, Welcome(self.run, settings.grace, settings.timeout))]
+        if hello.tag.attempt < self._known_since and hello.tag.round > self.committed.round:
+            sent += self._go_on_from(hello.tag)
         if known is not None and self.attempt is not None and sender in self.attempt.ready:
             if sender not in self.attempt.digests:  # it has lost the attempt with its connection
                 sent += self._repeat(now, f"{sender} has connected again", {sender})
         self._log(f"{sender} is here, with round {hello.tag.round}")
         return sent + self._consider(now)
+
+    def _go_on_from(self, tag: Tag) -> list[Sent]:
+        """The file was lost, and a member has a later state than all others. An attempt of them is void."""
+        attempt, self.attempt, self.line = self.attempt, None, [tag]
+        self._known_since = self._next + 1  # members may have the rounds that are no longer in the line
+        self._store()
+        if attempt is None:
+            return []
+        return [(name, Void(attempt.tag)) for name in attempt.ready if name in self.members]
 
     def _note(self, member: Known, tag: Tag, digest: int) -> None:
         member.tag, member.digest = tag, digest

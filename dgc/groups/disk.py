@@ -19,7 +19,7 @@ from dgc.atomic_write import write_atomically
 from dgc.core.state import check_mapping
 from dgc.groups.messages import Tag
 
-MAGIC = b"dgc.groups 2\n"
+MAGIC = b"dgc.groups 3\n"
 SEAL = 32  # bytes of a SHA-256
 
 

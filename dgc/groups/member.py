@@ -13,6 +13,12 @@
                 missed at most `max_staleness` rounds, else z = z0 without them;  p = z0
     forget      nobody knows the decision: p = s, without error states, so that nothing is counted twice
 
+A state has its *line*: the committed states before it, and itself. If the coordinator has lost its file, a member
+that does not know a decision learns from the line of a state that it loads whether the attempt was committed. It
+forgets if it was not, or when it takes part in another attempt, since nobody who is there has a later state. The
+steps in rounds of its own line that are not in the line of a state that it loads are lost: nobody who had these
+rounds was there when the run went on.
+
 `Numbers` has these operations. The runtime and the simulator of the tests drive the same generator.
 """
 
@@ -22,6 +28,7 @@ from enum import Enum
 from typing import Any, Protocol, TypeAlias
 
 from dgc.groups.messages import (
+    START,
     Addresses,
     Ask,
     Begin,
@@ -32,6 +39,7 @@ from dgc.groups.messages import (
     GoOn,
     Has,
     Leave,
+    Line,
     Missed,
     Prepared,
     Ready,
@@ -46,7 +54,7 @@ class Numbers(Protocol):
     """The models of a member and its error states, see the module."""
 
     def weight(self, round: int) -> int:
-        """Of the progress that a round would exchange."""
+        """Of the progress that a round would exchange. Between `doubt` and its end: as after `forget`."""
 
     def prepare(self, round: int, share: float) -> None:
         """Copy the error states, before the exchange of a round in which the progress is multiplied by `share`."""
@@ -125,7 +133,7 @@ class Broken:
 class Healed:
     """The state of another member, which may be newer than the one that was asked for."""
 
-    tag: Tag
+    line: Line
     state: Any
 
 
@@ -138,6 +146,7 @@ class Outcome(Enum):
 
 
 MAX_HEALS = 3  # in one outer step
+KEPT = 1000  # tags of a line
 
 
 class Member:
@@ -145,11 +154,12 @@ class Member:
 
     Args:
         numbers: Its models.
-        tag, digest: Of the committed state that it begins with.
+        digest: Of the state that it begins with, the one before the first round.
         max_staleness: Rounds that it may have missed and keep its own progress.
         log: Called with what has happened, for people.
 
     Attributes:
+        line, digest: Of the committed state that it has.
         doubt: The attempt whose decision it does not know, if any.
         counted: The round whose state its progress is counted from.
     """
@@ -157,16 +167,25 @@ class Member:
     def __init__(
         self,
         numbers: Numbers,
-        tag: Tag,
         digest: int,
         max_staleness: int = 3,
         log: Callable[[str], None] = lambda text: None,
     ):
-        self.numbers, self.tag, self.digest = numbers, tag, digest
+        self.numbers, self.digest = numbers, digest
+        self.line: Line = (START,)
         self.max_staleness, self._log = max_staleness, log
         self.doubt: Tag | None = None
         self.is_fresh = True  # without progress of its own: it has trained nothing yet
         self._ready = 0
+
+    @property
+    def tag(self) -> Tag:
+        """The committed state that it has."""
+        return self.line[-1]
+
+    @property
+    def _alone(self) -> Outcome:
+        return Outcome.IN_DOUBT if self.doubt else Outcome.ALONE
 
     def join(self) -> Generator[Effect, Any, Outcome]:
         """Load the last committed state, unless the member has it. For a member that begins."""
@@ -176,9 +195,9 @@ class Member:
         """Take part in a round, if there is one."""
         yield Limit()
         if not (yield Connect()):
-            return Outcome.IN_DOUBT if self.doubt else Outcome.ALONE
+            return self._alone
         if self.doubt is not None and not (yield from self._resolve()):
-            return Outcome.IN_DOUBT
+            return self._alone
         heals = 0
         yield self._next_ready(only_heals)
         while True:
@@ -186,16 +205,16 @@ class Member:
             match message:
                 case None | Refused():
                     yield Send(Leave())
-                    return Outcome.ALONE
+                    return self._alone
                 case GoOn(ready, reason) if ready == self._ready:
                     if not only_heals:
                         self._log(f"no round: {reason}")
-                    return Outcome.ALONE
+                    return self._alone
                 case Missed(ready) if ready == self._ready:
                     heals += 1
                     if heals > MAX_HEALS or not (yield from self._heal(message)):
                         yield Send(Leave())
-                        return Outcome.ALONE
+                        return self._alone
                     yield self._next_ready(only_heals)
                 case Begin(ready) if ready == self._ready:
                     outcome = yield from self._take_part(message)
@@ -210,6 +229,8 @@ class Member:
 
     def _take_part(self, begin: Begin) -> Generator[Effect, Any, Outcome | None]:
         """An attempt. None: it is void, and the member waits for another one."""
+        if self.doubt is not None:
+            self._forget(self.doubt)
         self.numbers.prepare(begin.tag.round, begin.share)
         digest = yield Exchange(begin)
         if isinstance(digest, Broken):
@@ -219,7 +240,7 @@ class Member:
         yield Send(Prepared(begin.tag, digest))
         self.doubt = begin.tag
         decision = yield from self._decision()
-        if decision is None:
+        if decision is None or isinstance(decision, Unknown):
             self.numbers.doubt()
             yield Send(Leave())
             return Outcome.IN_DOUBT
@@ -236,7 +257,7 @@ class Member:
                 return message
 
     def _resolve(self) -> Generator[Effect, Any, bool]:
-        """Learn the decision about an earlier attempt. Returns whether it is known."""
+        """Ask for the decision about an earlier attempt. Returns whether there is an answer."""
         assert self.doubt is not None
         yield Send(Ask(self.doubt))
         decision = yield from self._decision()
@@ -245,34 +266,49 @@ class Member:
         return decision is not None
 
     def _obey(self, decision: FromCoordinator) -> Generator[Effect, Any, None]:
-        doubt, self.doubt = self.doubt, None
+        doubt = self.doubt
         assert doubt is not None
         match decision:
             case Commit():
+                self.doubt = None
                 digest = self.numbers.commit(doubt.round)
-                self._take(doubt, digest)
+                self._take((*self.line[1 - KEPT :], doubt), digest)
                 yield Send(Has(self.tag, self.digest))
             case Void():
+                self.doubt = None
                 self.numbers.void()
             case _:
-                self._log(f"nobody knows whether round {doubt.round} was committed: the steps in it are dropped")
-                self.numbers.forget()
+                pass  # Unknown: the member stays in doubt
 
-    def _take(self, tag: Tag, digest: int) -> None:
-        self.tag, self.digest = tag, digest
-        self.numbers.committed(tag)
+    def _forget(self, doubt: Tag) -> None:
+        self._log(f"nobody knows whether round {doubt.round} was committed: the steps in it are not sent again")
+        self.doubt = None
+        self.numbers.forget()
+
+    def _take(self, line: Line, digest: int) -> None:
+        self.line, self.digest = line, digest
+        self.numbers.committed(self.tag)
 
     def _heal(self, missed: Missed) -> Generator[Effect, Any, bool]:
         healed = yield Heal(missed.tag, missed.source, missed.addresses)
         if healed is None:
             self._log(f"the state of {missed.source} could not be loaded")
             return False
-        age = healed.tag.round - self.tag.round
+        known, doubt = set(healed.line), self.doubt
+        if doubt is not None and doubt in known:
+            yield from self._obey(Commit(doubt))
+        elif doubt is not None:
+            self._forget(doubt)
+        lost = [tag.round for tag in self.line if tag.round >= healed.line[0].round and tag not in known]
+        if lost:
+            which = f"round {lost[0]}" if len(lost) == 1 else f"rounds {lost[0]} to {lost[-1]}"
+            self._log(f"the run goes on without {which} of this group: the steps in it are lost")
+        age = healed.line[-1].round - (lost[0] - 1 if lost else self.tag.round)
         keeps = not self.is_fresh and age <= self.max_staleness
         if not self.is_fresh:
             what = "its own steps are kept" if keeps else "its own steps since then are dropped"
             self._log(f"{age} rounds were missed: {what}")
-        self._take(healed.tag, self.numbers.heal(healed.state, keeps))
+        self._take(healed.line, self.numbers.heal(healed.state, keeps))
         yield Limit()
         yield Send(Has(self.tag, self.digest))
         return True

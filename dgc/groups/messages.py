@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, TypeAlias
 
-VERSION = 2  # also of what groups send each other
+VERSION = 3  # also of what groups send each other
 
 
 class Tag(NamedTuple):
@@ -20,6 +20,9 @@ class Tag(NamedTuple):
 
 
 START = Tag(0, 0)
+Line: TypeAlias = tuple[
+    Tag, ...
+]  # the committed states up to one, which is the last; the first ones may be left out
 Address: TypeAlias = tuple[str, int]  # where a rank listens
 Addresses: TypeAlias = tuple[Address, ...]  # of the ranks of a group, by their place in it
 
@@ -172,7 +175,10 @@ class Void:
 
 @dataclass(frozen=True)
 class Unknown:
-    """The coordinator has lost its file, and what it had decided about this attempt."""
+    """The coordinator has lost its file, and what it had decided about this attempt.
+
+    The member may still learn it from the line of a state that it loads.
+    """
 
     tag: Tag
 

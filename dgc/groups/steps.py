@@ -163,7 +163,8 @@ class GroupSteps(OuterSteps):
         """Samples or tokens of the progress that a round would exchange, or 1 if groups are not weighted."""
         if not self.groups.weighted:
             return 1
-        return self._items - min(self._counted[number] for number in self.plan(round)[0])
+        done = [self._counted[number] for number in self.plan(round)[0]]
+        return self._items - (min(done) if self.s is None else self._exchanged)
 
     def prepare(self, round: int, share: float) -> None:
         self._before, self._own_share = self._compression(), None if share == 1 else share

@@ -9,6 +9,7 @@ import heapq
 import itertools
 import json
 import random
+import re
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +31,6 @@ from dgc.groups.member import (
     Send,
 )
 from dgc.groups.messages import (
-    START,
     Beat,
     Begin,
     FromMember,
@@ -64,6 +64,8 @@ class SetNumbers:
 
     Attributes:
         dropped: Own steps that were given up.
+        sent: Own steps by the round that has counted them, of the last decisions about it.
+        lost: Own steps of which the member has said that they are lost, or not sent again in any case.
     """
 
     def __init__(self, weighted: bool, shares: dict[int, set[float]]) -> None:
@@ -77,14 +79,16 @@ class SetNumbers:
         self.before: Steps = Counter()
         self.means: Steps = Counter()
         self.dropped: Steps = Counter()
+        self.sent: dict[int, set[int]] = {}
+        self.lost = set[int]()
         self.share = 1.0
 
     def train(self, step: int) -> None:
         self.z = self.z + Counter([step])
 
     def samples(self) -> int:
-        """Of the steps of its progress."""
-        return sum(map(samples_of, self.z - self.p))
+        """Of the steps of its progress, without those in an exchange of which nobody may know the decision."""
+        return sum(map(samples_of, self.z - (self.p if self.s is None else self.s)))
 
     def weight(self, round: int) -> int:
         return self.samples() if self.weighted else 1
@@ -93,6 +97,8 @@ class SetNumbers:
         self.before, self.share = self.residual, share
 
     def commit(self, round: int) -> int:
+        exchanged = self.z if self.s is None else self.s
+        self.sent[round] = {*(exchanged - self.p), *self.before} - {*self.residual}
         self.z0, self.outer = self.z0 + self.means, self.outer * 31 + round
         self.z = self.z0 if self.s is None else self.z0 + (self.z - self.s)
         self.p, self.s = self.z0, None
@@ -109,7 +115,7 @@ class SetNumbers:
 
     def forget(self) -> None:
         assert self.s is not None
-        self.dropped += (self.s - self.p) + self.before
+        self.lost |= {*(self.s - self.p), *self.before}
         self.p, self.residual, self.s = self.s, Counter(), None
 
     def heal(self, state: Any, keeps: bool) -> int:
@@ -120,6 +126,11 @@ class SetNumbers:
         self.z0, self.outer = state
         self.z, self.p = self.z0 + own, self.z0
         return self.digest()
+
+    def lose(self, first: int, last: int) -> None:
+        """The member says that the run goes on without these rounds."""
+        for round in range(first, last + 1):
+            self.lost |= self.sent.pop(round, set())
 
     def state(self) -> Any:
         return self.z0, self.outer
@@ -234,7 +245,6 @@ class World:
         self.coordinator: Coordinator | None = None
         self.attempts: dict[Tag, dict[str, Node]] = {}
         self.states: dict[Tag, Any] = {}  # the state of each tag, as the first member has it
-        self.has_gone_back = False
         self.is_quiet = False
         self.log: list[str] = []
         self.start_coordinator()
@@ -269,7 +279,6 @@ class World:
 
         def log(text: str) -> None:
             self.log.append(f"{self.now:.2f} {text}")
-            self.has_gone_back |= "goes back" in text
 
         self.starts += 1
         saved = None if self.stored is None else json.loads(self.stored)
@@ -332,13 +341,21 @@ class World:
     def start_member(self) -> Node:
         name = f"m{len(self.nodes)}"
         numbers = self.make()
-        member = Member(numbers, START, numbers.digest(), max_staleness=self.random.choice([1, 3, 100]))
+        log = partial(self.hear, name, numbers)
+        member = Member(numbers, numbers.digest(), self.random.choice([1, 3, 100]), log)
         node = Node(name, numbers, member, iter(()), self.random.uniform(0.5, 2.0))  # type: ignore[arg-type]
         node.life = self.live(node)
         self.nodes[name] = node
         self.check_state(node)
         self.at(self.random.uniform(0, 2), lambda: self.resume(node, None))
         return node
+
+    def hear(self, name: str, numbers: Any, text: str) -> None:
+        """What a member says."""
+        self.log.append(f"{self.now:.2f} {name}: {text}")
+        if isinstance(numbers, SetNumbers) and (rounds := re.search(r"without rounds? (\d+)(?: to (\d+))?", text)):
+            first, last = rounds.groups()
+            numbers.lose(int(first), int(last or first))
 
     def live(self, node: Node) -> Generator[Any, Any, None]:
         yield from node.member.join()
@@ -483,7 +500,7 @@ class World:
         found = None
         if source.alive and not source.paused and self.reaches(node.name, source.name):
             if source.member.tag.round >= effect.tag.round:
-                found = Healed(source.member.tag, source.numbers.state())
+                found = Healed(source.member.line, source.numbers.state())
         delay = self.random.uniform(*self.loads) * (3 if node.name in self.slow else 1)
         node.pauses, node.heals = node.pauses + delay, node.heals + 1
 
@@ -619,6 +636,5 @@ class World:
             places = node.numbers.places(undecided)
             twice = [step for step, n in places.items() if not node.numbers.is_once(step, n)]
             assert not twice, f"{node.name} has steps {twice} twice"
-            # lost with all that had the last state
-            lost = [] if self.has_gone_back else [step for step in node.steps if not places[step]]
-            assert not lost, f"{node.name} has lost its steps {lost}"
+            lost = {step for step in node.steps if not places[step]} - node.numbers.lost
+            assert not lost, f"{node.name} has lost its steps {lost} and not said so"

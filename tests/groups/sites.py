@@ -29,11 +29,11 @@ class Post:
     def __init__(self, folder: Path, **settings: Any):
         self.settings = Settings(**{"grace": patient(3), "timeout": patient(20), "lost": patient(2), **settings})
         self.told: list[str] = []
-        self._file, self._port = folder / "coordinator.json", 0
+        self.file, self._port = folder / "coordinator.json", 0
         self.start()
 
     def start(self) -> None:
-        self.server = Server(self.settings, self._file, self._port, "127.0.0.1", self.told.append)
+        self.server = Server(self.settings, self.file, self._port, "127.0.0.1", self.told.append)
         self._port = self.server.port
         self._thread = threading.Thread(target=self.server.run, daemon=True)
         self._thread.start()

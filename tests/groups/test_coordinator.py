@@ -169,7 +169,7 @@ def test_a_member_of_an_older_version_is_refused() -> None:
     led = Led("a")
     led.say("b", decode(line))
     reason = led.last("b").reason
-    assert "speaks version 2 of the protocol, and the member 1" in reason and "the same version of dgc" in reason
+    assert "speaks version 3 of the protocol, and the member 1" in reason and "the same version of dgc" in reason
     assert "b" not in led.own.members
 
 
@@ -405,6 +405,20 @@ def test_a_coordinator_without_its_file_knows_that_it_does_not_know() -> None:
     again.say("a", Hello("run", ADDRESSES, START, 7))
     again.say("a", Ask(tag))
     assert again.own.run == "run" and again.last("a") == Unknown(tag)
+
+
+def test_without_its_file_an_attempt_is_void_if_a_member_comes_with_a_later_state() -> None:
+    """It would not count from the last committed state."""
+    led = Led()
+    led.own = Coordinator(SETTINGS, led._save, led._add, run="new", epoch=2)
+    for name in "ab":
+        led.say(name, Hello("run", ADDRESSES, Tag(4, 4), 7))
+    tag = led.begin("a", "b")
+    led.say("c", Hello("run", ADDRESSES, Tag(5, 5), 8))
+    for name in "ab":
+        assert [type(message) for message in led.told[name][-2:]] == [Void, Missed]
+        led.say(name, Prepared(tag, 5))
+    assert led.own.committed == Tag(5, 5) and led.last("a") == Unknown(tag)
 
 
 def test_the_run_goes_back_if_all_that_had_the_last_state_are_lost() -> None:

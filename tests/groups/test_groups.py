@@ -19,6 +19,8 @@ from optim.nets import loss_of, net
 from dgc.comm.lockstep import LockstepWorld
 from dgc.gossip import SGP, HierarchicalGossip
 from dgc.groups import connect, connection
+from dgc.groups.member import Outcome
+from dgc.groups.messages import Commit
 from dgc.groups.steps import GroupSteps
 from dgc.local import Nesterov, OuterSteps, Ramp, SlowMo
 from dgc.optim import LocalOptimizer
@@ -213,6 +215,61 @@ def test_a_group_begins_again_with_the_state_on_its_disk(tmp_path: Path) -> None
         assert nets.same([z0(site) for site in again], [before, before])
         all_step(again, 2)
         assert led.round == tag.round + 1 and len(digests(*again)) == 1
+        close(*again)
+
+
+def lose_the_file(led: Post) -> None:
+    """Stop the coordinator, and start another one without its file, whose number is the second of its start."""
+    led.stop()
+    led.file.unlink()
+    second = int(time.time())
+    until(lambda: int(time.time()) > second)
+    led.start()
+
+
+def test_a_decision_that_was_lost_with_its_file_is_learned_from_a_group_that_knows_it(tmp_path: Path) -> None:
+    with post(tmp_path, timeout=patient(2)) as led:
+        every = sites(led, 2, METHODS["2 bits"])
+        together(*(site.begin for site in every))
+        all_step(every, 2)
+        server, send = led.server, led.server._send
+
+        def tell_one(sent: Any) -> None:
+            decides = any(isinstance(message, Commit) for _, message in sent)
+            send([(name, message) for name, message in sent if not decides or name == every[0].groups.name])
+            if decides:
+                server.close()
+
+        server._send = tell_one  # type: ignore[method-assign]
+        all_step(every, 2)
+        assert [site.groups.tag.round for site in every] == [2, 1]
+        lose_the_file(led)
+        every[1].steps(2)  # alone, it does not learn the decision
+        assert every[1].groups.outcomes[Outcome.IN_DOUBT] == 2
+        until(lambda: bool(all_step(every, 2)) and led.round > 2)
+        assert len(digests(*every)) == 1
+        assert not any("nobody knows" in text or "without round" in text for site in every for text in site.told)
+        close(*every)
+
+
+def test_a_group_says_which_of_its_rounds_the_run_goes_on_without(tmp_path: Path) -> None:
+    """The coordinator has lost its file, and nobody else knows the round of the state on the group's disk."""
+    folders = [tmp_path / "0", tmp_path / "1"]
+    with post(tmp_path, quorum=1) as led:
+        every = [Site(led.address, i, OuterSteps(2), folder=folder) for i, folder in enumerate(folders)]
+        together(*(site.begin for site in every))
+        all_step(every, 2)
+        close(every[1])
+        until(lambda: len(led.server.coordinator.members) == 1)
+        every[0].steps(2)
+        close(every[0])
+        lose_the_file(led)
+        again = [Site(led.address, i, OuterSteps(2), folder=folder) for i, folder in enumerate(folders)]
+        again[1].begin()
+        again[1].steps(4)
+        again[0].begin()
+        assert len(digests(*again)) == 1 and led.round == 3
+        assert "the run goes on without round 2 of this group: the steps in it are lost" in again[0].told
         close(*again)
 
 
