@@ -20,9 +20,8 @@ class Tag(NamedTuple):
 
 
 START = Tag(0, 0)
-Line: TypeAlias = tuple[
-    Tag, ...
-]  # the committed states up to one, which is the last; the first ones may be left out
+# The committed states up to one, which is the last. The first ones may be left out.
+Line: TypeAlias = tuple[Tag, ...]
 Address: TypeAlias = tuple[str, int]  # where a rank listens
 Addresses: TypeAlias = tuple[Address, ...]  # of the ranks of a group, by their place in it
 
