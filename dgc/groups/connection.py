@@ -494,10 +494,6 @@ class Groups:
     def doubt(self) -> None:
         self._own_steps.doubt()
 
-    def forget(self) -> None:
-        self._drop_mesh()
-        self._own_steps.forget()
-
     def heal(self, state: Any, keeps: bool) -> int:
         self._drop_mesh()
         return self._changes(lambda: self._own_steps.heal(state, keeps))

@@ -277,7 +277,6 @@ class Coordinator:
     def _go_on_from(self, tag: Tag) -> list[Sent]:
         """The file was lost, and a member has a later state than all others. An attempt of them is void."""
         attempt, self.attempt, self.line = self.attempt, None, [tag]
-        self._known_since = self._next + 1  # members may have the rounds that are no longer in the line
         self._store()
         if attempt is None:
             return []

@@ -1,23 +1,21 @@
 """The outer step of a member: a generator that yields what it needs from outside, and is resumed with it.
 
     z0     the model after the last committed state that the member has
-    p      the model up to which the member's progress has been counted; p - z is its pseudo-gradient
-    z      its model now
+    z      its model now; z0 - z is its pseudo-gradient
     s      z when an exchange was prepared whose decision the member does not know yet
 
-    exchange    copy the error states; the means of p - z over the participants arrive, nothing is applied. With
-                weights, p - z is multiplied by the member's share
-    commit      z0 = outer(z0, means);  z = z0, or z0 + (z - s) after a late decision;  p = z0
-    void        the error states of the copy; z0, p and z stay
-    heal        z0 and outer state of another member.  z = z0 + (z - p) with the member's error states, if it
-                missed at most `max_staleness` rounds, else z = z0 without them;  p = z0
-    forget      nobody knows the decision: p = s, without error states, so that nothing is counted twice
+    exchange    copy the error states; the means of z0 - z over the participants arrive, nothing is applied. With
+                weights, z0 - z is multiplied by the member's share
+    commit      z0 = outer(z0, means);  z = z0, or z0 + (z - s) after a late decision
+    void        the error states of the copy; z0 and z stay
+    heal        z0 and outer state of another member.  z = z0 + (z - the own z0) with the member's error states,
+                if it missed at most `max_staleness` rounds, else z = z0 without them
 
 A state has its *line*: the committed states before it, and itself. If the coordinator has lost its file, a member
-that does not know a decision learns from the line of a state that it loads whether the attempt was committed. It
-forgets if it was not, or when it takes part in another attempt, since nobody who is there has a later state. The
-steps in rounds of its own line that are not in the line of a state that it loads are lost: nobody who had these
-rounds was there when the run went on.
+that does not know a decision learns from the line of a state that it loads whether the attempt was committed. When
+it takes part in another attempt, the one before is void: nobody who is there has a later state. Those who have one
+may come later. Rounds of their line that are not in the line of the state that they load are lost. If they have
+more rounds than the others, those load theirs, and drop their own progress if a round in it was void for them.
 
 `Numbers` has these operations. The runtime and the simulator of the tests drive the same generator.
 """
@@ -54,7 +52,7 @@ class Numbers(Protocol):
     """The models of a member and its error states, see the module."""
 
     def weight(self, round: int) -> int:
-        """Of the progress that a round would exchange. Between `doubt` and its end: as after `forget`."""
+        """Of the progress that a round would exchange."""
 
     def prepare(self, round: int, share: float) -> None:
         """Copy the error states, before the exchange of a round in which the progress is multiplied by `share`."""
@@ -70,9 +68,6 @@ class Numbers(Protocol):
 
     def doubt(self) -> None:
         """Remember s, because training goes on without the decision."""
-
-    def forget(self) -> None:
-        """Drop what was in the exchange."""
 
     def heal(self, state: Any, keeps: bool) -> int:
         """Take over the state of another member. keeps: the member's own progress. Return the digest."""
@@ -175,6 +170,7 @@ class Member:
         self.line: Line = (START,)
         self.max_staleness, self._log = max_staleness, log
         self.doubt: Tag | None = None
+        self._void: tuple[Tag, ...] = ()  # attempts that it was prepared for
         self.is_fresh = True  # without progress of its own: it has trained nothing yet
         self._ready = 0
 
@@ -230,7 +226,7 @@ class Member:
     def _take_part(self, begin: Begin) -> Generator[Effect, Any, Outcome | None]:
         """An attempt. None: it is void, and the member waits for another one."""
         if self.doubt is not None:
-            self._forget(self.doubt)
+            yield from self._obey(Void(self.doubt))
         self.numbers.prepare(begin.tag.round, begin.share)
         digest = yield Exchange(begin)
         if isinstance(digest, Broken):
@@ -275,15 +271,10 @@ class Member:
                 self._take((*self.line[1 - KEPT :], doubt), digest)
                 yield Send(Has(self.tag, self.digest))
             case Void():
-                self.doubt = None
+                self.doubt, self._void = None, (*self._void[1 - KEPT :], doubt)
                 self.numbers.void()
             case _:
                 pass  # Unknown: the member stays in doubt
-
-    def _forget(self, doubt: Tag) -> None:
-        self._log(f"nobody knows whether round {doubt.round} was committed: the steps in it are not sent again")
-        self.doubt = None
-        self.numbers.forget()
 
     def _take(self, line: Line, digest: int) -> None:
         self.line, self.digest = line, digest
@@ -295,16 +286,14 @@ class Member:
             self._log(f"the state of {missed.source} could not be loaded")
             return False
         known, doubt = set(healed.line), self.doubt
-        if doubt is not None and doubt in known:
-            yield from self._obey(Commit(doubt))
-        elif doubt is not None:
-            self._forget(doubt)
+        if doubt is not None:
+            yield from self._obey(Commit(doubt) if doubt in known else Void(doubt))
         lost = [tag.round for tag in self.line if tag.round >= healed.line[0].round and tag not in known]
         if lost:
             which = f"round {lost[0]}" if len(lost) == 1 else f"rounds {lost[0]} to {lost[-1]}"
             self._log(f"the run goes on without {which} of this group: the steps in it are lost")
         age = healed.line[-1].round - (lost[0] - 1 if lost else self.tag.round)
-        keeps = not self.is_fresh and age <= self.max_staleness
+        keeps = not self.is_fresh and age <= self.max_staleness and known.isdisjoint(self._void)
         if not self.is_fresh:
             what = "its own steps are kept" if keeps else "its own steps since then are dropped"
             self._log(f"{age} rounds were missed: {what}")

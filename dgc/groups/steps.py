@@ -2,8 +2,6 @@
 
 The exchange of a round is the one of `dgc.local`, over a transport between the members of the round. What differs:
 
-- The pseudo-gradient is p - z, see dgc.groups.member. p is z0, and has memory of its own only after steps were
-  dropped by `forget`.
 - The fragments of a round, and the factor of the outer learning rate, follow from the number of the round, because
   members have taken different numbers of steps.
 - With other members than before, the exchange is built again with the compressors' states by parameter name.
@@ -97,7 +95,6 @@ class GroupSteps(OuterSteps):
         if any("inner_lr" in fragment.optimizer.defaults for fragment in self.fragments):
             raise ValueError("SlowMo reads the learning rate, which differs between groups: use Nesterov()")
         self._outer_factor(0)
-        self.p: Tensor | None = None  # None: z0
         self.s: Tensor | None = None
         inside = transport.inner if isinstance(transport, CrossMachineTransport) else transport
         shapes = [(segment.name, tuple(segment.shape)) for segment in model.segments]
@@ -124,7 +121,7 @@ class GroupSteps(OuterSteps):
             self.model.gather()
             for fragment in self.fragments:
                 fragment.restart(self.z)
-            self._digest, self.p = None, None
+            self._digest = None
             self._items, self._counted = 0, [0] * len(self.fragments)
             self.groups.join()
             self.model.scatter()
@@ -163,8 +160,7 @@ class GroupSteps(OuterSteps):
         """Samples or tokens of the progress that a round would exchange, or 1 if groups are not weighted."""
         if not self.groups.weighted:
             return 1
-        done = [self._counted[number] for number in self.plan(round)[0]]
-        return self._items - (min(done) if self.s is None else self._exchanged)
+        return self._items - min(self._counted[number] for number in self.plan(round)[0])
 
     def prepare(self, round: int, share: float) -> None:
         self._before, self._own_share = self._compression(), None if share == 1 else share
@@ -184,7 +180,7 @@ class GroupSteps(OuterSteps):
         lr = None if round <= self.warmup_steps else self._lr
         flight = Flight(fragments, round, lr, outer_factor=factor)
         before, mesh.digest_of_sums = self._meter.wire_bytes, 0
-        self.exchange.begin(flight, self.z, 1.0, start=self.p, share=self._own_share)
+        self.exchange.begin(flight, self.z, 1.0, share=self._own_share)
         self.exchange.arrive()
         self._round_bytes = self._meter.wire_bytes - before
         digest = self.digest() if self._digest is None else self._digest
@@ -215,21 +211,10 @@ class GroupSteps(OuterSteps):
     def doubt(self) -> None:
         self.s = self.z.clone()
 
-    def forget(self) -> None:
-        assert self.s is not None and self.exchange.flight is not None
-        if self.p is None:
-            self.p = self._z0()
-        self._take_as_counted(self.exchange.flight.fragments, self._exchanged)
-        for number in self.exchange.flight.fragments:
-            for segment, _, _ in self.fragments[number].tensors:
-                segment.of(self.p).copy_(segment.of(self.s))
-        self._mesh, self.s = None, None
-        self._build(self._alone, self._without_errors(self._before))
-
     def heal(self, state: Any, keeps: bool) -> int:
         check_mapping("the state of another member", state)
         with self.lock:
-            own = self.z - (self._z0() if self.p is None else self.p) if keeps else None
+            own = self.z - self._z0() if keeps else None
             tables = self._compression() if keeps else self._without_errors(self._compression())
             for name, table in state["shared"].items():
                 tables[name] = {**tables.get(name, {}), **table}
@@ -240,7 +225,6 @@ class GroupSteps(OuterSteps):
             self.exchange.load_state_dict({**full, "compression": tables, "dropped": self.exchange.dropped})
             for fragment in self.fragments:
                 fragment.merge(0.0)
-            self.p = None
             if not keeps:
                 self._take_as_counted(range(len(self.fragments)), self._items)
             self._continue(own, [segment for f in self.fragments for segment, _, _ in f.tensors])
@@ -250,12 +234,9 @@ class GroupSteps(OuterSteps):
         return self._digest
 
     def _continue(self, own: Tensor | None, parts: list[Any]) -> None:
-        """Count progress from the new z0 of some tensors on, and add what was trained since the exchange."""
-        for segment in parts:
-            if self.p is not None:
-                segment.of(self.p).copy_(segment.of(self.z))
-            if own is not None:
-                segment.of(self.z).add_(segment.of(own))
+        """Add what was trained since the exchange to the new z0 of some tensors."""
+        for segment in parts if own is not None else ():
+            segment.of(self.z).add_(segment.of(own))
 
     def _take_as_counted(self, fragments: Iterable[int], items: int) -> None:
         for number in fragments:

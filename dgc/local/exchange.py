@@ -89,19 +89,15 @@ class Fragment:
         optimizer.step()
         return {s.name: _keys(optimizer.state.get(t, {})) for (s, *_), t in zip(self.tensors, small, strict=True)}
 
-    def fill(
-        self, x: Tensor, bias: float | Tensor, start: Tensor | None = None, share: float | None = None
-    ) -> None:
+    def fill(self, x: Tensor, bias: float | Tensor, share: float | None = None) -> None:
         """Store bias z0 - x, the pseudo-gradient, in the buckets.
 
-        x: [n] model, or biased model, of this rank. bias: The factor between the two, one number or [n]. start:
-        [n] in the place of z0. share: Factor of the pseudo-gradient. None: 1.
+        x: [n] model, or biased model, of this rank. bias: The factor between the two, one number or [n]. share:
+        Factor of the pseudo-gradient. None: 1.
         """
         for segment, z0, difference in self.tensors:
             factor = segment.of(bias) if isinstance(bias, Tensor) else bias
-            origin = z0 if start is None else segment.of(start)
-            if isinstance(factor, Tensor) or factor != 1:
-                origin = origin * factor
+            origin = z0 * factor if isinstance(factor, Tensor) or factor != 1 else z0
             torch.sub(origin, segment.of(x), out=difference)
             if share is not None:
                 difference.mul_(share)
@@ -311,10 +307,9 @@ class OuterExchange(ModelExchange):
         flight: Flight,
         x: Tensor,
         bias: float | Tensor,
-        start: Tensor | None = None,
         share: float | None = None,
     ) -> None:
-        """Begin the exchange of some pseudo-gradients. x, bias, start, share: see `Fragment.fill`.
+        """Begin the exchange of some pseudo-gradients. x, bias, share: see `Fragment.fill`.
 
         Ranks may have different `lr` if no outer optimizer reads it.
         """
@@ -326,7 +321,7 @@ class OuterExchange(ModelExchange):
             common = {"lr": flight.lr} if reads_lr else {}
             self._agreement.begin(due=flight.due, **common, outer_factor=flight.outer_factor)
             for i, fragment in zip(flight.fragments, fragments, strict=True):
-                fragment.fill(x, bias, start, share)
+                fragment.fill(x, bias, share)
                 self._engine.start(i)
 
     def _in_flight(self) -> list[Fragment]:

@@ -65,13 +65,12 @@ class SetNumbers:
     Attributes:
         dropped: Own steps that were given up.
         sent: Own steps by the round that has counted them, of the last decisions about it.
-        lost: Own steps of which the member has said that they are lost, or not sent again in any case.
+        lost: Own steps in rounds of which the member has said that the run goes on without them.
     """
 
     def __init__(self, weighted: bool, shares: dict[int, set[float]]) -> None:
         self.weighted, self.shares = weighted, shares
         self.z0: Steps = Counter()
-        self.p: Steps = Counter()
         self.z: Steps = Counter()
         self.s: Steps | None = None
         self.outer = 0
@@ -87,8 +86,8 @@ class SetNumbers:
         self.z = self.z + Counter([step])
 
     def samples(self) -> int:
-        """Of the steps of its progress, without those in an exchange of which nobody may know the decision."""
-        return sum(map(samples_of, self.z - (self.p if self.s is None else self.s)))
+        """Of the steps of its progress."""
+        return sum(map(samples_of, self.z - self.z0))
 
     def weight(self, round: int) -> int:
         return self.samples() if self.weighted else 1
@@ -98,10 +97,10 @@ class SetNumbers:
 
     def commit(self, round: int) -> int:
         exchanged = self.z if self.s is None else self.s
-        self.sent[round] = {*(exchanged - self.p), *self.before} - {*self.residual}
+        self.sent[round] = {*(exchanged - self.z0), *self.before} - {*self.residual}
         self.z0, self.outer = self.z0 + self.means, self.outer * 31 + round
         self.z = self.z0 if self.s is None else self.z0 + (self.z - self.s)
-        self.p, self.s = self.z0, None
+        self.s = None
         return self.digest()
 
     def committed(self, tag: Tag) -> None:
@@ -113,18 +112,14 @@ class SetNumbers:
     def doubt(self) -> None:
         self.s = self.z
 
-    def forget(self) -> None:
-        assert self.s is not None
-        self.lost |= {*(self.s - self.p), *self.before}
-        self.p, self.residual, self.s = self.s, Counter(), None
-
     def heal(self, state: Any, keeps: bool) -> int:
-        own = self.z - self.p
-        if not keeps:
-            self.dropped += own + self.residual
-            own, self.residual = Counter(), Counter()
+        own = self.z - self.z0
         self.z0, self.outer = state
-        self.z, self.p = self.z0 + own, self.z0
+        if not keeps:
+            given_up = own + self.residual
+            self.dropped += Counter({step: n for step, n in given_up.items() if step not in self.z0})
+            own, self.residual = Counter(), Counter()
+        self.z = self.z0 + own
         return self.digest()
 
     def lose(self, first: int, last: int) -> None:
@@ -147,7 +142,7 @@ class SetNumbers:
 
         undecided: As if the exchange that runs, or has no decision yet, were void.
         """
-        return self.z0 + (self.z - self.p) + (self.before if undecided else self.residual) + self.dropped
+        return self.z0 + (self.z - self.z0) + (self.before if undecided else self.residual) + self.dropped
 
 
 def exchange_sets(round: int, numbers: Sequence[Any]) -> list[int]:
@@ -155,8 +150,8 @@ def exchange_sets(round: int, numbers: Sequence[Any]) -> list[int]:
     check_shares(numbers)
     sent: Steps = Counter()
     for own in numbers:
-        every = own.residual + Counter(dict.fromkeys(own.z - own.p, own.share))
-        for step in own.z - own.p:
+        every = own.residual + Counter(dict.fromkeys(own.z - own.z0, own.share))
+        for step in own.z - own.z0:
             own.shares[step].add(own.share)
         own.residual = Counter({step: n for step, n in every.items() if (step + round) % 3 == 0})
         sent += every - own.residual
@@ -245,6 +240,7 @@ class World:
         self.coordinator: Coordinator | None = None
         self.attempts: dict[Tag, dict[str, Node]] = {}
         self.states: dict[Tag, Any] = {}  # the state of each tag, as the first member has it
+        self.has_gone_back = False
         self.is_quiet = False
         self.log: list[str] = []
         self.start_coordinator()
@@ -279,6 +275,7 @@ class World:
 
         def log(text: str) -> None:
             self.log.append(f"{self.now:.2f} {text}")
+            self.has_gone_back |= "goes back" in text
 
         self.starts += 1
         saved = None if self.stored is None else json.loads(self.stored)
@@ -636,5 +633,7 @@ class World:
             places = node.numbers.places(undecided)
             twice = [step for step, n in places.items() if not node.numbers.is_once(step, n)]
             assert not twice, f"{node.name} has steps {twice} twice"
+            no_loss = not self.loses_file and not self.has_gone_back
+            assert not (no_loss and node.numbers.lost), f"{node.name} has lost rounds that the coordinator knows"
             lost = {step for step in node.steps if not places[step]} - node.numbers.lost
             assert not lost, f"{node.name} has lost its steps {lost} and not said so"

@@ -418,7 +418,7 @@ def test_without_its_file_an_attempt_is_void_if_a_member_comes_with_a_later_stat
     for name in "ab":
         assert [type(message) for message in led.told[name][-2:]] == [Void, Missed]
         led.say(name, Prepared(tag, 5))
-    assert led.own.committed == Tag(5, 5) and led.last("a") == Unknown(tag)
+    assert led.own.committed == Tag(5, 5) and led.last("a") == Void(tag)
 
 
 def test_the_run_goes_back_if_all_that_had_the_last_state_are_lost() -> None:
