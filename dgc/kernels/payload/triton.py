@@ -182,7 +182,7 @@ class TritonCodec(Codec):
             programs += segments
             if layout.values == ValueKind.TWO_BITS:
                 widths = on_device((r / 4,), torch.float64, device)
-            fields = zeros_on(device, max(1, 2 * segments * FIELDS.value)).view(torch.int64)
+            fields = zeros_on(device, 2 * segments * FIELDS.value).view(torch.int64)
             elements = (given.indices, given.values, given.count, found, limit, bounds, segments, fields, widths)
             for field in FIELDS_OF[layout.values]:
                 variant = (int(code.kind), int(layout.values), field.value, PART)
