@@ -11,7 +11,8 @@ It has no sockets and no clock. `handle`, `gone` and `tick` are given the time, 
 A member that is prepared can neither apply the means nor drop them until it knows the decision. If it dies then,
 its contribution counts. If the coordinator ends before the decision is saved, the attempt is void, since attempts
 are never numbered twice. If all members that had the last committed state are lost, the run goes back to the
-newest state that a member has. If the file is lost, the run goes on from the newest state that a member has.
+newest state that a member has. If the file is lost, the run goes on from the newest state that a member has, also
+if a member that begins comes first: a run without a committed round gives way to one that has some.
 
 A member whose loading takes longer than a round has an old state again when it has loaded one. Rounds are put off
 then until it has loaded another one, for at most `loading` seconds. Nobody waits: the others train on (GoOn).
@@ -255,17 +256,20 @@ class Coordinator:
         if self._is_new and not self.run:
             self.run, self._common = hello.run or self._given, hello.settings
             self._store()
-        if hello.run not in ("", self.run):
-            reason = f"this coordinator leads the run {self.run}, and the member is of the run {hello.run}"
-            return [(sender, Refused(f"{reason}: give it another folder, or another coordinator"))]
+        sent: list[Sent] = []
+        if hello.run not in ("", self.run) and hello.tag != START:
+            if self.committed != START:
+                reason = f"this coordinator leads the run {self.run}, and the member is of the run {hello.run}"
+                return [(sender, Refused(f"{reason}: give it another folder, or another coordinator"))]
+            sent += self._take_up(hello)
         if hello.settings != self._common:
             reason = "the member has other settings of its outer steps, another model or another number of ranks"
-            return [(sender, Refused(f"{reason} than the run: start all groups with the same"))]
+            return [*sent, (sender, Refused(f"{reason} than the run: start all groups with the same"))]
         known = self.members.get(sender)
         self.members[sender] = member = Known(hello.addresses, now, hello.tag, hello.digest)
         self._note(member, hello.tag, hello.digest)
         settings = self.settings
-        sent: list[Sent] = [(sender, Welcome(self.run, settings.grace, settings.timeout))]
+        sent.append((sender, Welcome(self.run, settings.grace, settings.timeout)))
         if hello.tag.attempt < self._known_since and hello.tag.round > self.committed.round:
             sent += self._go_on_from(hello.tag)
         if known is not None and self.attempt is not None and sender in self.attempt.ready:
@@ -273,6 +277,16 @@ class Coordinator:
                 sent += self._repeat(now, f"{sender} has connected again", {sender})
         self._log(f"{sender} is here, with round {hello.tag.round}")
         return sent + self._consider(now)
+
+    def _take_up(self, hello: Hello) -> list[Sent]:
+        """Lead the run of a member, in place of one without a committed round. Its members connect again."""
+        self._log(f"takes up the run {hello.run}, in place of {self.run}, which has no committed round")
+        self.run, self._common = hello.run, hello.settings
+        self._known_since = self._next
+        sent = self._go_on_from(hello.tag)
+        sent += [(name, Refused("")) for name in self.members]
+        self.members.clear()
+        return sent
 
     def _go_on_from(self, tag: Tag) -> list[Sent]:
         """The file was lost, and a member has a later state than all others. An attempt of them is void."""

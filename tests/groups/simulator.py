@@ -177,6 +177,7 @@ class Node:
     member: Member
     life: Generator[Any, Any, Any]
     speed: float
+    run: str = ""  # as the coordinator has named it
     connection: int = 0  # 0: none
     inbox: deque[Message] = field(default_factory=deque)
     waits_for: Any = None
@@ -387,6 +388,7 @@ class World:
             assert not message.reason, message.reason
             node.connection = 0
         if isinstance(message, Welcome):
+            node.run = message.run
             return
         node.inbox.append(message)
         if node.paused:
@@ -456,8 +458,7 @@ class World:
         node.connection = next(self.connections)
         node.arrivals.clear()
         node.inbox.clear()
-        run = self.coordinator.run if node.outcomes else ""
-        self.to_coordinator(node, Hello(run, ((node.name, 1),), node.member.tag, node.member.digest))
+        self.to_coordinator(node, Hello(node.run, ((node.name, 1),), node.member.tag, node.member.digest))
         return True
 
     # --- between members ----------------------------------------------------------------------------

@@ -117,8 +117,8 @@ def all_step(sites: Sequence[Site], count: int) -> list[Tensor]:
     return together(*(lambda site=site: site.steps(count) for site in sites))
 
 
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + patient(20)
+def until(condition: Callable[[], bool], seconds: float = 20) -> None:
+    end = time.monotonic() + patient(seconds)
     while not condition():
         assert time.monotonic() < end, "it has not come true"
         time.sleep(0.02)

@@ -379,17 +379,42 @@ def test_a_member_that_was_declared_dead_must_connect_again() -> None:
     assert led.last("a") == Refused("")
 
 
-def test_a_member_of_another_run_is_refused() -> None:
+def test_a_member_that_has_a_committed_round_of_another_run_is_refused() -> None:
     led = Led("a", "b")
-    led.say("c", Hello("other", ADDRESSES, START, 7))
+    committed(led, "a", "b")
+    led.say("c", Hello("other", ADDRESSES, Tag(3, 3), 7))
     assert "of the run other" in led.last("c").reason
+
+
+def test_a_member_without_a_committed_round_may_have_begun_in_another_run() -> None:
+    led = Led("a", "b")
+    committed(led, "a", "b")
+    led.say("c", Hello("other", ADDRESSES, START, 7))
+    assert led.last("c").run == led.own.run
+
+
+def test_a_run_without_a_committed_round_gives_way_to_one_that_has_some() -> None:
+    """The coordinator has lost its file, and a member that begins has come before the others."""
+    led = Led("a", "b")
+    void = led.begin("a", "b")
+    led.say("c", Hello("other", ADDRESSES, Tag(5, 5), 8))
+    assert led.last("c").run == led.own.run == "other" and led.own.committed == Tag(5, 5)
+    assert led.told["a"][-2:] == led.told["b"][-2:] == [Void(void), Refused("")]
+    led.say("a", Hello("run", ADDRESSES, START, 7))
+    led.say("a", Ready(2, only_heals=True))
+    assert isinstance(led.last("a"), Missed) and led.last("a").source == "c"
+
+
+def test_decisions_of_a_run_before_it_was_taken_up_are_not_known() -> None:
+    led = Led("a")
+    led.say("c", Hello("other", ADDRESSES, Tag(5, 5), 8))
+    led.say("c", Ask(Tag(6, 6)))
+    assert led.last("c") == Unknown(Tag(6, 6))
 
 
 def test_a_coordinator_that_starts_again_knows_its_decisions() -> None:
     led = Led("a", "b")
-    tag = led.begin("a", "b")
-    led.say("a", Prepared(tag, 5))
-    led.say("b", Prepared(tag, 5))
+    tag = committed(led, "a", "b")
     undecided = Tag(tag.round + 1, tag.attempt + 1)
     again = Led("a", saved=led.saved)
     for asked in (tag, undecided):
@@ -423,9 +448,7 @@ def test_without_its_file_an_attempt_is_void_if_a_member_comes_with_a_later_stat
 
 def test_the_run_goes_back_if_all_that_had_the_last_state_are_lost() -> None:
     led = Led("a", "b")
-    tag = led.begin("a", "b")
-    led.say("a", Prepared(tag, 5))
-    led.say("b", Prepared(tag, 5))
+    tag = committed(led, "a", "b")
     led.lose("a")
     led.lose("b")
     for name in "cd":
