@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, TypeAlias
 
-VERSION = 3  # also of what groups send each other
+VERSION = 4  # also of what groups send each other
 
 
 class Tag(NamedTuple):

@@ -75,7 +75,7 @@ class GroupSteps(OuterSteps):
         self._has_begun = False
         self._before: dict[str, Any] = {}  # the compressors' states before an exchange
         self._shared: dict[str, Any] = {}  # what of them is common to all members, after the last committed round
-        self._digest: int | None = None  # of the last committed round; None: it is to be computed
+        self._digests: dict[int, int] = {}  # of fragments, as far as they have not changed since
         self._epoch: int | None = None
         self._mesh: MeshTransport | None = None
         self._lr = self._round_bytes = 0.0
@@ -121,7 +121,7 @@ class GroupSteps(OuterSteps):
             self.model.gather()
             for fragment in self.fragments:
                 fragment.restart(self.z)
-            self._digest = None
+            self._digests.clear()
             self._items, self._counted = 0, [0] * len(self.fragments)
             self.groups.join()
             self.model.scatter()
@@ -183,8 +183,7 @@ class GroupSteps(OuterSteps):
         self.exchange.begin(flight, self.z, 1.0, share=self._own_share)
         self.exchange.arrive()
         self._round_bytes = self._meter.wire_bytes - before
-        digest = self.digest() if self._digest is None else self._digest
-        digest = crc32(str(mesh.digest_of_sums).encode(), digest)
+        digest = crc32(str(mesh.digest_of_sums).encode(), self.digest())
         for plan in (plan for number in fragments for plan in self.fragments[number].planned):
             if not plan.compressor.averages_by_sums:
                 digest = digest_of(_bytes(plan.bucket.flat), digest)
@@ -200,9 +199,11 @@ class GroupSteps(OuterSteps):
             self._take_as_counted(flight.fragments, self._exchanged)
             self._continue(own, parts)
             self._share()
-            self._digest = self.digest()
+            for number in flight.fragments:
+                self._digests.pop(number, None)
+            digest = self.digest()
         self.s = None
-        return self._digest
+        return digest
 
     def void(self) -> None:
         self._mesh, self.s = None, None
@@ -229,9 +230,10 @@ class GroupSteps(OuterSteps):
                 self._take_as_counted(range(len(self.fragments)), self._items)
             self._continue(own, [segment for f in self.fragments for segment, _, _ in f.tensors])
             self._share()
-            self._digest = self.digest()
+            self._digests.clear()
+            digest = self.digest()
         self._mesh = None
-        return self._digest
+        return digest
 
     def _continue(self, own: Tensor | None, parts: list[Any]) -> None:
         """Add what was trained since the exchange to the new z0 of some tensors."""
@@ -286,15 +288,11 @@ class GroupSteps(OuterSteps):
         self._shared = with_tensors(torch.clone, shared)
 
     def digest(self) -> int:
-        """A digest of z0 and of the outer optimizer's state."""
-        found = 0
-        for fragment in self.fragments:
-            for segment, z0, _ in fragment.tensors:
-                found = digest_of(_bytes(z0), found)
-                for key, value in sorted(fragment.optimizer.state.get(z0, {}).items()):
-                    content = _bytes(value) if isinstance(value, Tensor) else repr(value).encode()
-                    found = digest_of(content, crc32(f"{segment.name} {key}".encode(), found))
-        return found
+        """A digest of z0 and of the outer optimizer's state. Only fragments that have changed are read."""
+        for number, fragment in enumerate(self.fragments):
+            if number not in self._digests:
+                self._digests[number] = _digest_of_fragment(fragment)
+        return crc32(repr(sorted(self._digests.items())).encode())
 
     def committed_state(self) -> dict[str, Any]:
         """The state of the last committed round, which other members load."""
@@ -333,6 +331,16 @@ class GroupSteps(OuterSteps):
                 fragment.merge(0.0)
             self.model.scatter()
             self._has_begun = False
+
+
+def _digest_of_fragment(fragment: Fragment) -> int:
+    found = 0
+    for segment, z0, _ in fragment.tensors:
+        found = digest_of(_bytes(z0), found)
+        for key, value in sorted(fragment.optimizer.state.get(z0, {}).items()):
+            content = _bytes(value) if isinstance(value, Tensor) else repr(value).encode()
+            found = digest_of(content, crc32(f"{segment.name} {key}".encode(), found))
+    return found
 
 
 def _on_host(tensor: Tensor) -> Tensor:

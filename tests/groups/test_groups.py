@@ -19,6 +19,7 @@ from optim.nets import loss_of, net
 from dgc.comm.lockstep import LockstepWorld
 from dgc.gossip import SGP, HierarchicalGossip
 from dgc.groups import connect, connection
+from dgc.groups import steps as group_steps
 from dgc.groups.member import Outcome
 from dgc.groups.messages import Commit
 from dgc.groups.steps import GroupSteps
@@ -83,6 +84,37 @@ def test_without_faults_groups_have_the_bits_of_local_steps(name: str, led: Post
 
 def digests(*every: Site) -> set[Any]:
     return {(site.groups.tag, site.groups.digest) for site in every}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_digest_after_rounds_is_of_the_whole_state(name: str, led: Post) -> None:
+    every = sites(led, 2, METHODS[name])
+    together(*(site.begin for site in every))
+    all_step(every, 9)
+    late = Site(led.address, 2, METHODS[name](), seed=1)
+    late.begin()
+    for site in (*every, late):
+        known = site.method.digest()
+        site.method._digests.clear()
+        assert site.method.digest() == known == every[0].groups.digest
+    close(*every, late)
+
+
+def test_a_round_reads_only_its_own_fragments_for_the_digest(led: Post, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = list[str]()
+    own = group_steps._digest_of_fragment
+    monkeypatch.setattr(
+        group_steps,
+        "_digest_of_fragment",
+        lambda of: read.append(of.named[0][0]) or own(of),  # type: ignore[func-returns-value]
+    )
+    every = sites(led, 2, METHODS["fragments"])
+    together(*(site.begin for site in every))
+    read.clear()
+    all_step(every, 5)
+    rounds = sum(site.groups.outcomes[Outcome.COMMITTED] for site in every)
+    assert len(every[0].method.fragments) > 1 and len(read) == rounds > 2
+    close(*every)
 
 
 @pytest.mark.parametrize("name", ["dense", "2 bits", "rank 1", "4 bits", "fragments"])
