@@ -169,7 +169,7 @@ def test_a_member_of_an_older_version_is_refused() -> None:
     led = Led("a")
     led.say("b", decode(line))
     reason = led.last("b").reason
-    assert "speaks version 3 of the protocol, and the member 1" in reason and "the same version of dgc" in reason
+    assert "speaks version 4 of the protocol, and the member 1" in reason and "the same version of dgc" in reason
     assert "b" not in led.own.members
 
 
