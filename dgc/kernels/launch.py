@@ -218,6 +218,26 @@ def tree_of(programs: int, fan: int) -> Tree:
     return Tree(levels, sums, groups)
 
 
+def groups_of_ranks(
+    ranks: int, each: int, besides: int = 0, continued: int = 0, at_most: int = LARGEST
+) -> list[tuple[int, int]]:
+    """Divide the ranks among launches that follow each other, so that no program reads more than MOST_READ.
+
+    Args:
+        each: Bytes that a program reads of each rank.
+        besides: What it reads besides.
+        continued: What it reads further if its sums continue those of a launch before.
+        at_most: Ranks of a launch.
+
+    Returns:
+        The first rank of each launch, and the one after its last.
+    """
+    together = min(ranks, at_most)
+    if besides + ranks * each > MOST_READ:
+        together = max(1, min(together, (MOST_READ - besides - continued) // each))
+    return [(first, min(first + together, ranks)) for first in range(0, ranks, together)]
+
+
 def blocks(n: int) -> int:
     """Return the number of programs for n elements."""
     return -(-n // BLOCK)

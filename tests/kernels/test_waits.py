@@ -172,6 +172,21 @@ def test_launches_do_not_depend_on_the_number_of_ranks(
     assert counts(COUNTED[name], [(12, 20)] * 2, ranks, monkeypatch) == [encoding, decoding]
 
 
+@pytest.mark.parametrize(
+    ("name", "ranks", "encoding", "decoding"),
+    [
+        # `merge` searches for 16 ranks at a time
+        ("DGC, fp16 and int32", 40, (8, 0), (4, 0)),
+        # a program reads more than a kilobyte of each rank
+        ("QSGD", 60, (2, 0), (2, 0)),
+    ],
+)
+def test_more_ranks_than_a_launch_adds_take_more_launches(
+    name: str, ranks: int, encoding: Any, decoding: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert counts(COUNTED[name], [(12, 20)] * 2, ranks, monkeypatch) == [encoding, decoding]
+
+
 POWERSGD: Any = {1: [(20, 30)] * 2, 3: [(20, 30), (7,), (6, 4), (9, 70)]}  # by the number of matrices' shapes
 
 

@@ -33,7 +33,7 @@ from dgc.kernels.codes import (
     level_factors,
     thresholds_or,
 )
-from dgc.kernels.launch import BLOCK, Launcher, Tilings, as_rows, blocks, moves, on_device
+from dgc.kernels.launch import BLOCK, Launcher, Tilings, as_rows, blocks, groups_of_ranks, moves, on_device
 from dgc.kernels.selection.triton import INTERPRETED, random_bits, read, tile_at
 
 SIZES = ["n", "n_tiles", "nbytes", "key", "inner_key"]
@@ -227,7 +227,7 @@ def scale(tiles, n_tiles, bounds, starts, factors, size, mean, SCALED: tl.conste
 
 
 @moves("tiles codes", "mean")
-@triton.jit(do_not_specialize=[*SIZES, "n_ranks", "stride", "scale_stride"])
+@triton.jit(do_not_specialize=[*SIZES, "first", "end", "stride", "scale_stride"])
 @no_type_check
 def mean_of_fields(
     tiles,
@@ -235,32 +235,41 @@ def mean_of_fields(
     bounds,
     starts,
     codes,
-    n_ranks,
+    first,
+    end,
     stride,
     scales,
     scale_stride,
     factors,
     size,
     mean,
+    BEGINS: tl.constexpr,
+    ENDS: tl.constexpr,
     SCALED: tl.constexpr,
     UNIT: tl.constexpr,
     KIND: tl.constexpr,
     WIDTH: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Add the fields of all ranks in their order, multiply by the segment's factor if SCALED, divide by `size`."""
+    """Add the fields of ranks in their order, from `first` on and before `end`, to the sums in `mean` unless
+    BEGINS. If ENDS, multiply by the segment's factor if SCALED, and divide by `size`.
+    """
     s, length, i, is_valid, place = tile_of(tiles, n_tiles, bounds, starts, WIDTH, TILE)
     total = tl.zeros([TILE * WIDTH // 8, 8 // WIDTH], dtype=tl.float32)
+    if not BEGINS:
+        total = tl.load(mean + i, mask=is_valid, other=0.0)
     read_here = live_bytes(length, WIDTH, UNIT, TILE)
-    for r in range(n_ranks):
+    for r in range(first, end):
         row = tl.cast(r, tl.int64)
         packed = tl.load(codes + row * stride + place, mask=read_here, other=0).to(tl.int32)
         scale = tl.load(scales + row * scale_stride + s)
         total += field_value(packed[:, None] >> shifts_of(WIDTH, KIND < LEVELS), scale, KIND, WIDTH)
-    if SCALED:
-        total *= tl.load(factors + s)
-    # `/` would be an approximate division on GPUs
-    tl.store(mean + i, tl.math.div_rn(total, tl.zeros_like(total) + tl.load(size)), mask=is_valid)
+    if ENDS:
+        if SCALED:
+            total *= tl.load(factors + s)
+        # `/` would be an approximate division on GPUs
+        total = tl.math.div_rn(total, tl.zeros_like(total) + tl.load(size))
+    tl.store(mean + i, total, mask=is_valid)
 
 
 @moves("tiles", "total", lambda a: (2 * a.total.numel(), 0))
@@ -402,9 +411,10 @@ class TritonQuantizers(Quantizers):
         width: int,
     ) -> None:
         rows, divisor = as_rows(codes), on_device((float(size),), torch.float32, mean.device)
-        given = (rows, len(codes), rows.stride(0), scales, scales.stride(0))
-        made = (factors, divisor, mean, factors is not None, unit, kind, width)
-        self._each(mean_of_fields, mean, bounds, width, unit, *given, *made)
+        given = (rows.stride(0), scales, scales.stride(0), factors, divisor, mean)
+        for first, end in groups_of_ranks(len(codes), self.tile * width // 8, continued=4 * self.tile):
+            made = (first == 0, end == len(codes), factors is not None, unit, kind, width)
+            self._each(mean_of_fields, mean, bounds, width, unit, rows, first, end, *given, *made)
 
     def pack(self, levels: UInt8[Tensor, "n"], bits: int) -> Codes:
         n, nbytes = levels.numel(), -(-levels.numel() * bits // 8)

@@ -20,13 +20,18 @@ from dgc.kernels.codes import layout_of
 from dgc.kernels.codes.blocks import GROUP, BlockCode, Blocks, Padded, Row, Rows
 from dgc.kernels.codes.triton import LEVELS, field_value, with_sign
 from dgc.kernels.codes.triton_elements import level_factors_of
-from dgc.kernels.launch import Launcher, as_rows, current_stream, moves
+from dgc.kernels.launch import Launcher, as_rows, current_stream, groups_of_ranks, moves
 from dgc.kernels.selection import Bounds, Dense, SelectionKernels
 from dgc.kernels.selection.triton import INTERPRETED, MAGNITUDE, TritonSelection
 
 HALF = tl.constexpr(GROUP // 2)
 STAGES = tl.constexpr(GROUP.bit_length() - 1)
 SIZES = ["n_blocks", "n_ranks", "stride", "each", "levels", "size"]
+
+
+def read_of_row(bits: int, size: int, tile: int) -> int:
+    """Return the bytes that a program reads of a row: codes of `tile` elements, and the scales of their blocks."""
+    return tile * bits // 8 + 2 * (tile // size)
 
 
 @triton.jit
@@ -153,7 +158,7 @@ def add_blocks(
     SIZE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Add the values of all ranks in their order."""
+    """Add the values of ranks in their order."""
     block, inner = blocks_of(BITS, SIZE, TILE)
     real = block < each
     i = block.to(tl.int64)[:, None, None] * SIZE + inner
@@ -219,8 +224,9 @@ class TritonBlocks(Blocks):
 
     def add_sum_(self, rows: Sequence[Row], code: BlockCode, total: Padded) -> None:
         whole, each = as_rows(rows, 2), total.numel() // code.size
-        given = (whole, len(rows), whole.stride(0), each, total, float(code.levels))
-        self._each(add_blocks, total, code, each, *given)
+        given = (whole.stride(0), each, total, float(code.levels))
+        for first, end in groups_of_ranks(len(rows), read_of_row(code.bits, code.size, self.tile), 4 * self.tile):
+            self._each(add_blocks, total, code, each, whole[first:end], end - first, *given)
 
     def decode(
         self, rows: Sequence[Row], bounds: Bounds, code: BlockCode, size: int, out: Sequence[Dense]

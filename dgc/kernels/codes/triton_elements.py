@@ -45,6 +45,7 @@ from dgc.kernels.launch import (
     Tilings,
     as_rows,
     current_stream,
+    groups_of_ranks,
     held,
     moves,
     on_device,
@@ -52,7 +53,7 @@ from dgc.kernels.launch import (
     read_and_written,
     seed_slot,
 )
-from dgc.kernels.payload import Terms
+from dgc.kernels.payload import HEADER_BYTES, Terms
 from dgc.kernels.payload.triton import counters_on
 from dgc.kernels.payload.triton_plain import (
     BITS,
@@ -333,11 +334,36 @@ def encode(
         write_header(payload, counters, zero, where, tensors, n_tensors, one, ratio, form, BLOCK)
 
 
+def read_of_rank(tile: int, width: int, share: int) -> int:
+    """Return the bytes that a program reads of a rank: codes, words of the checksum, and the last one a header."""
+    return tile * width // 8 + 8 * share + HEADER_BYTES
+
+
+def read_by_mean(a: Any) -> int:
+    """Return the most bytes that a program reads: of each rank, and sums."""
+    continued: int = 0 if a.before is None else 4 * a.TILE
+    return (a.end - a.first) * read_of_rank(a.TILE, a.WIDTH, a.share) + continued
+
+
 @moves(
-    "tiles payloads payloads", "mean numbers", lambda a: read_and_written(SECTOR * a.programs * (a.n_ranks + 2))
+    "tiles payloads payloads before",
+    "mean numbers sums",
+    lambda a: read_and_written(SECTOR * a.programs * (a.end - a.first + 2)),
+    read_by_mean,
 )
 @triton.jit(
-    do_not_specialize=["n_tiles", "n_segments", "n_ranks", "stride", "n_words", "share", "begin", "levels", "size"]
+    do_not_specialize=[
+        "n_tiles",
+        "n_segments",
+        "first",
+        "end",
+        "stride",
+        "n_words",
+        "share",
+        "begin",
+        "levels",
+        "size",
+    ]
 )
 @no_type_check
 def mean_of_payloads(
@@ -347,7 +373,8 @@ def mean_of_payloads(
     starts,
     n_segments,
     payloads,
-    n_ranks,
+    first,
+    end,
     stride,
     n_words,
     share,
@@ -357,6 +384,8 @@ def mean_of_payloads(
     size,
     counters,
     numbers,
+    before,
+    sums,
     mean,
     P: tl.constexpr,
     FORM: tl.constexpr,
@@ -367,16 +396,21 @@ def mean_of_payloads(
     CHECKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Add the values of all ranks in their order. The last program writes the numbers.
+    """Add the values of ranks in their order, from `first` on and before `end`. The last program writes their
+    numbers.
 
-    Each program also adds `share` words to the checksum of each rank.
+    Each program also adds `share` words to the checksum of each rank. before: sums that these continue, or None.
+    sums: where sums are left for the next launch. None: this one writes the mean, and the number after those of
+    all ranks.
     """
     s, length, i, is_valid, place = tile_of(tiles, n_tiles, bounds, starts, WIDTH, TILE)
     t = tl.program_id(0)
     total = tl.zeros([TILE * WIDTH // 8, 8 // WIDTH], dtype=tl.float32)
+    if before is not None:
+        total = tl.load(before + i, mask=is_valid, other=0.0)
     written = live_bytes(length, WIDTH, UNIT, TILE)
     lane = tl.arange(0, CHECKED)
-    for r in range(n_ranks):
+    for r in range(first, end):
         payload = payloads + tl.cast(r, tl.int64) * stride
         packed = tl.load(payload + begin + place, mask=written, other=0).to(tl.int32)
         field = packed[:, None] >> shifts_of(WIDTH, FORM <= TERNARY)
@@ -396,28 +430,33 @@ def mean_of_payloads(
             own = (lane < share - k) & (j < n_words)
             word = tl.load(payload.to(tl.pointer_type(tl.int64)) + j, mask=own, other=0)
             part += word * (2 * j.to(tl.int64) + 1)
-        tl.atomic_add(counters + (r + 1) * LINE, tl.sum(part, 0), sem="relaxed")
-    if FORM == TERNARY:
-        total *= usable_or(tl.load(given + s), 0.0)
-    # `/` would be an approximate division on GPUs
-    y = tl.math.div_rn(total, tl.zeros_like(total) + size)
-    if MAJORITY:
-        y = tl.where(y > 0, 1.0, tl.where(y < 0, -1.0, 0.0))
-    y = rounded(y, P)
-    tl.store(mean + i, y.to(P), mask=is_valid)
-    infinite = is_valid & ((y.to(tl.int32, bitcast=True) & MAGNITUDE) >= INFINITE)
-    if tl.max(tl.max(infinite.to(tl.int32), 1), 0) > 0:
-        tl.atomic_add(counters + OVERFLOW, 1, sem="relaxed")
+        tl.atomic_add(counters + (r - first + 1) * LINE, tl.sum(part, 0), sem="relaxed")
+    if sums is not None:
+        tl.store(sums + i, total, mask=is_valid)
+    else:
+        if FORM == TERNARY:
+            total *= usable_or(tl.load(given + s), 0.0)
+        # `/` would be an approximate division on GPUs
+        y = tl.math.div_rn(total, tl.zeros_like(total) + size)
+        if MAJORITY:
+            y = tl.where(y > 0, 1.0, tl.where(y < 0, -1.0, 0.0))
+        y = rounded(y, P)
+        tl.store(mean + i, y.to(P), mask=is_valid)
+        infinite = is_valid & ((y.to(tl.int32, bitcast=True) & MAGNITUDE) >= INFINITE)
+        if tl.max(tl.max(infinite.to(tl.int32), 1), 0) > 0:
+            tl.atomic_add(counters + OVERFLOW, 1, sem="relaxed")
     if tl.atomic_add(counters + FINISHED, 1) == n_tiles - 1:
         tl.store(counters + FINISHED, 0)
-        tl.store(numbers + n_ranks * NUMBERS, (tl.atomic_xchg(counters + OVERFLOW, 0) == 0).to(tl.int32))
+        if sums is None:
+            tl.store(numbers + end * NUMBERS, (tl.atomic_xchg(counters + OVERFLOW, 0) == 0).to(tl.int32))
         lanes = tl.arange(0, BLOCK)
-        for first in range(0, n_ranks, BLOCK):
-            rank = first + lanes
-            some = rank < n_ranks
+        for k in range(first, end, BLOCK):
+            rank = k + lanes
+            some = rank < end
             header = payloads.to(tl.pointer_type(tl.int32)) + rank.to(tl.int64) * (stride // 4)
             stored = tl.load(header + 2, mask=some, other=0).to(tl.int64) & LOW
-            added = tl.atomic_xchg(counters + (rank + 1) * LINE, tl.zeros([BLOCK], dtype=tl.int64), mask=some)
+            counter = counters + (rank - first + 1) * LINE
+            added = tl.atomic_xchg(counter, tl.zeros([BLOCK], dtype=tl.int64), mask=some)
             report = numbers + rank * NUMBERS
             tl.store(report, tl.load(header + 1, mask=some), mask=some)
             # the checksum belongs to a payload with zero in its report
@@ -485,10 +524,15 @@ class TritonElementCoder(ElementCoder):
     ) -> Int32[Tensor, "numbers"]:
         (where, tiles, _), ranks, rows = self._where(code, flat), len(payloads), as_rows(payloads, 8)
         numbers = torch.empty(WORDS * ranks + 1, dtype=torch.int32, device=flat.device)
-        counters = sums_on(flat.device, current_stream(flat.device), ranks)
         words = code.nbytes // 8
-        sizes = (ranks, rows.stride(0), words, -(-words // tiles), code.begin)
-        settings = (given, float(code.levels), float(ranks), counters, numbers, flat)
+        share = -(-words // tiles)
+        each = read_of_rank(self.tile, code.bits, share)
+        groups = groups_of_ranks(ranks, each, continued=4 * self.tile)
+        counters = sums_on(flat.device, current_stream(flat.device), groups[0][1])
+        sums = flat
+        if len(groups) > 1 and flat.dtype != torch.float32:
+            sums = torch.empty(flat.numel(), dtype=torch.float32, device=flat.device)
+        settings = (rows.stride(0), words, share, code.begin, given, float(code.levels), float(ranks))
         kind = (
             FLOATS[flat.dtype],
             int(code.form),
@@ -499,7 +543,10 @@ class TritonElementCoder(ElementCoder):
             CHECKED,
             CHECKED,
         )
-        self._launch(mean_of_payloads, flat, tiles, *where, rows, *sizes, *settings, *kind)
+        for first, end in groups:
+            held_back = (sums if first > 0 else None, sums if end < ranks else None)
+            made = (counters, numbers, *held_back, flat)
+            self._launch(mean_of_payloads, flat, tiles, *where, rows, first, end, *settings, *made, *kind)
         return numbers
 
     def _where(self, code: ElementCode, near: Tensor) -> tuple[tuple[object, ...], int, int]:

@@ -10,11 +10,11 @@ from dgc.kernels.codes.blocks import BlockCode, Padded, Row, Rows
 from dgc.kernels.codes.halves import HalfCode, Halves
 from dgc.kernels.codes.triton import keys_as_int32
 from dgc.kernels.codes.triton_blocks import in_one_piece
-from dgc.kernels.launch import BLOCK, Launcher, as_rows, blocks, moves
+from dgc.kernels.launch import BLOCK, Launcher, as_rows, blocks, groups_of_ranks, moves
 from dgc.kernels.selection import Bounds, Dense, SelectionKernels
 from dgc.kernels.selection.triton import INTERPRETED, TritonSelection, random_bits
 
-SIZES = ["n", "n_ranks", "stride", "each", "key", "inner_key", "size"]
+SIZES = ["n", "first", "end", "stride", "each", "key", "inner_key", "size"]
 
 
 @triton.jit
@@ -64,15 +64,14 @@ def encode_halves(
 @moves("rows total", "total")
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
-def add_halves(rows, n_ranks, stride, total, n, BLOCK: tl.constexpr):
-    """Add the values of all ranks in their order."""
+def add_halves(rows, first, end, stride, total, n, BLOCK: tl.constexpr):
+    """Add the values of ranks in their order, from `first` on and before `end`."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_valid = i < n
     x = tl.load(total + i, mask=is_valid, other=0.0)
-    row = rows.to(tl.pointer_type(tl.uint8))
-    for _ in range(n_ranks):
+    for r in range(first, end):
+        row = rows + tl.cast(r, tl.int64) * stride
         x += value_of(tl.load((row + i.to(tl.int64) * 2).to(tl.pointer_type(tl.int16)), mask=is_valid, other=0))
-        row += stride
     tl.store(total + i, x, mask=is_valid)
 
 
@@ -103,7 +102,8 @@ class TritonHalves(Halves):
 
     def add_sum_(self, rows: Sequence[Row], code: BlockCode, total: Padded) -> None:
         whole, n = as_rows(rows, 2), total.numel()
-        self._launch(add_halves, total, blocks(n), whole, len(rows), whole.stride(0), total, n, BLOCK)
+        for first, end in groups_of_ranks(len(rows), 2 * BLOCK, 4 * BLOCK):
+            self._launch(add_halves, total, blocks(n), whole, first, end, whole.stride(0), total, n, BLOCK)
 
     def decode(
         self, rows: Sequence[Row], bounds: Bounds, code: BlockCode, size: int, out: Sequence[Dense]

@@ -24,6 +24,7 @@ from dgc.kernels.launch import (
     as_rows,
     blocks,
     current_stream,
+    groups_of_ranks,
     held,
     on_device,
     tree_of,
@@ -73,6 +74,8 @@ from dgc.kernels.payload.triton_mean import (
     place_ones,
     read_by_unpack,
     read_by_unpack_chunks,
+    read_of_entry,
+    read_of_ranges,
     sum_chunks,
     sum_fields,
     sum_gaps,
@@ -85,6 +88,7 @@ from dgc.kernels.selection.triton import INTERPRETED
 
 SCALED_KINDS = (ValueKind.FP16, ValueKind.BF16)
 FEW = 256  # entries of a payload that `merge` reads at a time: a tile has few
+SEARCHED = 16  # ranks whose entries of a tile it searches at a time
 PART = 512  # elements of a coded payload per program: fields need many registers
 LISTED = 1024  # blocks of a code, or chunks, of which a program adds what is known of them
 COUNTERS = 2 + 2 * SHARES.value
@@ -318,14 +322,41 @@ class TritonMeanDecoder(MeanDecoder):
         given = (rows, ranks, rows.stride(0), indices, indices.stride(0))
         sizes = (layout.nbytes, code.capacity, code.numel, flags)
         parts = max(parts_of(layout.nbytes), block_count(code.capacity, CHECKED))
-        work = (numbers, counters_on(dense.device, current_stream(dense.device), ranks), parts)
+        decoded = None
+        if kind in TABLES:
+            decoded = torch.empty(ranks, code.capacity, dtype=torch.float32, device=dense.device)
+        work = (numbers, decoded, counters_on(dense.device, current_stream(dense.device), ranks), parts)
         variant_of_check = (*variant, flags is not None, CHECKED, COUNTERS)
         self._launch(check, dense, ranks * parts, *given, *sizes, *where, *work, *variant_of_check)
-        tiles = -(-code.numel // TILE)
-        self._launch(
-            merge, dense, tiles, *given, float(size), code.numel, *where, numbers, dense, *variant, TILE, FEW
-        )
+        values = rows[:, layout.value_bytes.start :] if decoded is None else decoded.view(torch.uint8)
+        self._merge(dense, (*given, values, values.stride(0)), layout, size, numbers)
         return numbers
+
+    def _merge(
+        self,
+        dense: Float32[Tensor, "n"],
+        given: tuple[Any, ...],
+        layout: PayloadLayout,
+        size: int,
+        numbers: Int32[Tensor, "numbers"],
+    ) -> None:
+        """Launch `merge` as often as is needed if tiles are full. given: its first arguments."""
+        code, ranks, kind = layout.indices, given[1], layout.values
+        assert kind is not None
+        cast = ValueKind.FP32 if kind in TABLES else kind
+        wide, steps = code.kind == IndexKind.INT64, code.capacity.bit_length()
+        most = max(1, min(TILE, code.capacity))
+        together = min(SEARCHED, 1 << (ranks - 1).bit_length())
+        each, besides = read_of_entry(wide, cast), read_of_ranges(wide, together, steps)
+        groups = groups_of_ranks(ranks, each * most, besides, at_most=together)
+        done, room = None, ranks * most
+        if len(groups) > 1:
+            done = torch.empty(block_count(code.numel, TILE), dtype=torch.int32, device=dense.device)
+            room = max(groups[0][1] * most, (MOST_READ - besides) // each)
+        sizes = (float(size), code.numel, steps, numbers, dense, done, room)
+        for first, _ in groups:
+            variant = (wide, int(cast), kind not in TABLES, first == 0, together, TILE, FEW)
+            self._launch(merge, dense, block_count(code.numel, TILE), *given, *sizes, *variant)
 
     def _unpack(
         self, rows: UInt8[Tensor, "ranks nbytes"], code: IndexCode

@@ -555,16 +555,25 @@ def place_indices(payloads, stride, capacity, numel, sums, n_sums, n_parts, leve
 
 @triton.jit
 @no_type_check
+def cast_at(section, j, is_valid, KIND: tl.constexpr):
+    """Return the values j, before they are scaled. section: where the first one is."""
+    if KIND == FP32:
+        x = tl.load(section.to(tl.pointer_type(tl.float32)) + j, mask=is_valid, other=0.0)
+    elif KIND == FP16:
+        x = tl.load(section.to(tl.pointer_type(tl.float16)) + j, mask=is_valid, other=0.0).to(tl.float32)
+    else:
+        bits = tl.load(section.to(tl.pointer_type(tl.int16)) + j, mask=is_valid, other=0).to(tl.int32)
+        x = (bits << 16).to(tl.float32, bitcast=True)
+    return x
+
+
+@triton.jit
+@no_type_check
 def value_at(payload, begin, codes, scale, bounds, n_segments, steps, j, index, is_valid, KIND: tl.constexpr):
     """Return the values j of a payload, at `index`. begin, codes: first byte of the values, and of the codes."""
     section = payload + begin
-    if KIND == FP32:
-        x = tl.load(section.to(tl.pointer_type(tl.float32)) + j, mask=is_valid, other=0.0) * scale
-    elif KIND == FP16:
-        x = tl.load(section.to(tl.pointer_type(tl.float16)) + j, mask=is_valid, other=0.0).to(tl.float32) * scale
-    elif KIND == BF16:
-        bits = tl.load(section.to(tl.pointer_type(tl.int16)) + j, mask=is_valid, other=0).to(tl.int32)
-        x = (bits << 16).to(tl.float32, bitcast=True) * scale
+    if (KIND == FP32) | (KIND == FP16) | (KIND == BF16):
+        x = cast_at(section, j, is_valid, KIND) * scale
     else:
         owner = interval_of(bounds, n_segments, steps, index)
         table = section.to(tl.pointer_type(tl.float32))
@@ -581,7 +590,7 @@ def value_at(payload, begin, codes, scale, bounds, n_segments, steps, j, index, 
     return x
 
 
-MEAN_SIZES = "n_ranks stride index_stride size nbytes capacity numel begin codes n_segments steps".split()
+SIZES_OF_CHECK = "n_ranks stride index_stride nbytes capacity numel begin codes n_segments steps".split()
 
 
 def bytes_of_check(a: Any) -> tuple[int, int]:
@@ -597,8 +606,8 @@ def read_by_check(a: Any) -> int:
     return 8 * SUMMED.value + a.BLOCK * each
 
 
-@moves("payloads payloads indices", "numbers", bytes_of_check, read_by_check)
-@triton.jit(do_not_specialize=[*(size for size in MEAN_SIZES if size != "size"), "n_parts"])
+@moves("payloads payloads indices", "numbers decoded", bytes_of_check, read_by_check)
+@triton.jit(do_not_specialize=[*SIZES_OF_CHECK, "n_parts"])
 @no_type_check
 def check(
     payloads,
@@ -616,6 +625,7 @@ def check(
     n_segments,
     steps,
     numbers,
+    decoded,
     counters,
     n_parts,
     WIDE: tl.constexpr,
@@ -627,8 +637,8 @@ def check(
     """Check each payload with `n_parts` programs, of which the last one writes its numbers (`codec.WORDS`). The
     last number of all is set for `merge`.
 
-    indices: rows of bytes. flags: whether they are valid, if they were coded. counters: LINE zeros for each
-    payload, which they are again afterwards.
+    indices: rows of bytes. flags: whether they are valid, if they were coded. decoded: rows for values that have
+    codes, or None. counters: LINE zeros for each payload, which they are again afterwards.
     """
     r = tl.program_id(0) // n_parts
     part = tl.program_id(0) % n_parts
@@ -648,6 +658,8 @@ def check(
         outside = (index < 0) | (index >= numel) | ((j > 0) & (index <= before))
         wrong = tl.sum((is_valid & outside).to(tl.int64), 0)
         x = value_at(payload, begin, codes, scale, bounds, n_segments, steps, j, index, is_valid, KIND)
+        if decoded is not None:
+            tl.store(decoded + r.to(tl.int64) * capacity + j, x, mask=is_valid)
         unusable = (x.to(tl.int32, bitcast=True) & MAGNITUDE) >= INFINITE
         infinite = tl.sum((is_valid & unusable).to(tl.int64), 0)
         if (wrong > 0) | (infinite > 0):
@@ -692,22 +704,32 @@ def open_headers(payloads, stride, nbytes, words, counters, n_parts, LINE: tl.co
         tl.store(own + 4, tl.load(header + 5))
 
 
-@triton.jit
-@no_type_check
-def entries_below(indices, count, index, WIDE: tl.constexpr):
-    """Return the number of a payload's indices below `index`."""
-    low = tl.zeros([], dtype=tl.int32)
-    high = count
-    while low < high:
-        middle = (low + high) // 2
-        below = index_at(indices, middle, middle < count, WIDE) < index
-        low = tl.where(below, middle + 1, low)
-        high = tl.where(below, high, middle)
-    return low
+SIZES_OF_MERGE = "n_ranks stride index_stride value_stride size numel steps room".split()
 
 
-@moves("payloads indices mean mean", "mean mean mean")
-@triton.jit(do_not_specialize=[size for size in MEAN_SIZES if size not in ("nbytes", "capacity")])
+def read_of_entry(wide: bool, kind: int) -> int:
+    """Return the bytes that a program reads of an entry: index, value, and the sum so far."""
+    return (8 if wide else 4) + (4 if kind == FP32.value else 2) + 4
+
+
+def read_of_ranges(wide: bool, ranks: int, steps: int) -> int:
+    """Return the bytes that a program reads besides: numbers and steps of the searches of ranks, and its tile."""
+    return ranks * (12 + 2 * steps * (8 if wide else 4)) + 4 * TILE
+
+
+def bytes_of_merge(a: Any) -> tuple[int, int]:
+    """Return what is read and written besides: by the searches, and the ranks that are done."""
+    progress = 0 if a.done is None else a.done.nbytes
+    return SECTOR * a.programs * 2 * a.RANKS * a.steps + progress, progress
+
+
+@moves(
+    "payloads indices values mean mean",
+    "mean mean mean",
+    bytes_of_merge,
+    lambda a: a.room * read_of_entry(a.WIDE, a.KIND) + read_of_ranges(a.WIDE, a.RANKS, a.steps),
+)
+@triton.jit(do_not_specialize=SIZES_OF_MERGE)
 @no_type_check
 def merge(
     payloads,
@@ -715,51 +737,85 @@ def merge(
     stride,
     indices,
     index_stride,
+    values,
+    value_stride,
     size,
     numel,
-    begin,
-    codes,
-    bounds,
-    n_segments,
     steps,
     numbers,
     mean,
+    done,
+    room,
     WIDE: tl.constexpr,
     KIND: tl.constexpr,
+    SCALED: tl.constexpr,
+    BEGINS: tl.constexpr,
+    RANKS: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One program per tile of the mean, which stays in the cache: it adds the entries of each rank in turn.
 
-    Payloads that are not valid are not read. The last number becomes 0 if the mean is not finite.
+    All of RANKS ranks are searched at once. done: of each tile the ranks that launches have added, because none
+    adds more than `room` entries of a tile, of whole ranks. The next one continues. None: one launch adds all.
+
+    Payloads that are not valid are not read. The last number becomes 0 if the mean is not finite. values: rows of
+    bytes. SCALED: the header has their scale.
     """
-    start = tl.program_id(0).to(tl.int64) * TILE
+    tile = tl.program_id(0)
+    start = tile.to(tl.int64) * TILE
     lane = tl.arange(0, TILE)
     here = start + lane < numel
-    tl.store(mean + start + lane, tl.zeros([TILE], dtype=tl.float32), mask=here)
-    small = tl.arange(0, BLOCK)
-    for r in range(n_ranks):
-        own = numbers + r * NUMBERS
-        valid = (tl.load(own + 5) > 0) & (tl.load(own + 4) > 0)
-        count = tl.where(valid, tl.load(own), 0)
-        payload = payloads + tl.cast(r, tl.int64) * stride
-        scale = tl.load(payload.to(tl.pointer_type(tl.int32)) + 3).to(tl.float32, bitcast=True)
-        chosen = indices + tl.cast(r, tl.int64) * index_stride
-        first = entries_below(chosen, count, start, WIDE)
-        last = entries_below(chosen, count, start + TILE, WIDE)
-        tl.debug_barrier()  # the sums so far are written
-        for i in range(first, last, BLOCK):
-            j = i + small
-            is_valid = j < last
-            index = index_at(chosen, j, is_valid, WIDE)
-            x = value_at(payload, begin, codes, scale, bounds, n_segments, steps, j, index, is_valid, KIND)
-            total = tl.load(mean + index, mask=is_valid, other=0.0)
-            tl.store(mean + index, total + x, mask=is_valid)
-    tl.debug_barrier()
-    total = tl.load(mean + start + lane, mask=here, other=0.0)
-    # `/` would be an approximate division on GPUs
-    y = tl.math.div_rn(total, tl.zeros_like(total) + size)
-    tl.store(mean + start + lane, y, mask=here)
-    infinite = here & ((y.to(tl.int32, bitcast=True) & MAGNITUDE) >= INFINITE)
-    if tl.max(infinite.to(tl.int32), 0) > 0:
-        tl.atomic_min(numbers + n_ranks * NUMBERS, 0)
+    begin = tl.zeros([], dtype=tl.int32)
+    if BEGINS:
+        tl.store(mean + start + lane, tl.zeros([TILE], dtype=tl.float32), mask=here)
+    else:
+        begin = tl.load(done + tile)
+    if begin < n_ranks:
+        each = tl.arange(0, RANKS)
+        rank = begin + each
+        own = numbers + rank * NUMBERS
+        valid = tl.load(own + 5, mask=rank < n_ranks, other=0) > 0
+        valid = valid & (tl.load(own + 4, mask=rank < n_ranks, other=0) > 0)
+        high = tl.load(own, mask=valid, other=0)[:, None] + tl.zeros([RANKS, 2], dtype=tl.int32)
+        low = tl.zeros([RANKS, 2], dtype=tl.int32)
+        rows = indices + rank.to(tl.int64)[:, None] * index_stride
+        bound = start + tl.arange(0, 2)[None, :] * TILE
+        for _ in range(steps):
+            middle = (low + high) // 2
+            below = (index_at(rows, middle, low < high, WIDE) < bound) & (low < high)
+            low = tl.where(below, middle + 1, low)
+            high = tl.where(below, high, middle)
+        firsts, lasts = tl.split(low)
+        n_own = n_ranks
+        if done is not None:
+            fits = (rank < n_ranks) & (tl.cumsum(lasts - firsts, 0) <= room)
+            n_own = tl.sum(fits.to(tl.int32), 0)
+        small = tl.arange(0, BLOCK)
+        for k in range(n_own):
+            r = tl.cast(begin + k, tl.int64)
+            scale = 1.0
+            if SCALED:
+                scale = tl.load((payloads + r * stride).to(tl.pointer_type(tl.int32)) + 3)
+                scale = scale.to(tl.float32, bitcast=True)
+            first = tl.sum(tl.where(each == k, firsts, 0), 0)
+            last = tl.sum(tl.where(each == k, lasts, 0), 0)
+            tl.debug_barrier()  # the sums so far are written
+            for i in range(first, last, BLOCK):
+                j = i + small
+                is_valid = j < last
+                index = index_at(indices + r * index_stride, j, is_valid, WIDE)
+                x = cast_at(values + r * value_stride, j, is_valid, KIND) * scale
+                total = tl.load(mean + index, mask=is_valid, other=0.0)
+                tl.store(mean + index, total + x, mask=is_valid)
+        if done is not None:
+            tl.store(done + tile, begin + n_own)
+        if begin + n_own >= n_ranks:
+            tl.debug_barrier()
+            total = tl.load(mean + start + lane, mask=here, other=0.0)
+            # `/` would be an approximate division on GPUs
+            y = tl.math.div_rn(total, tl.zeros_like(total) + size)
+            tl.store(mean + start + lane, y, mask=here)
+            infinite = here & ((y.to(tl.int32, bitcast=True) & MAGNITUDE) >= INFINITE)
+            if tl.max(infinite.to(tl.int32), 0) > 0:
+                tl.atomic_min(numbers + n_ranks * NUMBERS, 0)
