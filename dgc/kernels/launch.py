@@ -122,7 +122,7 @@ _dtype, _device = attrgetter("dtype"), attrgetter("device")
 
 
 SECTOR = 32  # bytes that a GPU moves for an element that no neighbour in the same access shares
-MOST_READ = 1 << 16  # bytes that a program reads at most, if `moves` states it: one that reads more lasts longer
+MOST_READ = 1 << 16  # bytes that a program reads at most: one that reads more lasts longer than the others
 _TRAFFIC: dict[str, Callable[[Any], tuple[int, int]]] = {}
 _MOST: dict[str, Callable[[Any], int]] = {}
 K = TypeVar("K")
@@ -131,16 +131,16 @@ K = TypeVar("K")
 def moves(
     reads: str,
     writes: str,
+    most: Callable[[Any], int],
     more: Callable[[Any], tuple[int, int]] = lambda _: (0, 0),
-    most: Callable[[Any], int] | None = None,
 ) -> Callable[[K], K]:
     """Decorator that states which bytes a kernel moves. A few numbers per program and segment are left out.
 
     Args:
         reads: Names of arguments that are read once, as far as they are tensors.
         writes: Those that are written once. Atomic operations read and write.
-        more: Given the arguments by name, and `programs`, returns the bytes that are read and written besides.
-        most: Given the same, returns the most bytes that one program reads.
+        most: Given the arguments by name, and `programs`, returns the most bytes that one program reads.
+        more: Given the same, returns the bytes that are read and written besides.
     """
 
     def state(kernel: Any) -> Any:
@@ -152,12 +152,15 @@ def moves(
             )
             return read + further[0], written + further[1]
 
-        _TRAFFIC[kernel.fn.__name__] = traffic
-        if most is not None:
-            _MOST[kernel.fn.__name__] = most
+        _TRAFFIC[kernel.fn.__name__], _MOST[kernel.fn.__name__] = traffic, most
         return kernel
 
     return state
+
+
+def of_each(nbytes: int, size: str = "TILE") -> Callable[[Any], int]:
+    """Return what `moves` needs where a program reads so many bytes for each of its elements."""
+    return lambda a: nbytes * int(getattr(a, size))
 
 
 def read_and_written(n: int) -> tuple[int, int]:
@@ -180,7 +183,7 @@ def most_read(kernel: Any, programs: int, arguments: Sequence[object]) -> int:
     """Return the most bytes that one program of a launch reads, whatever the data.
 
     Raises:
-        KeyError: The kernel's `moves` does not state it.
+        KeyError: The kernel has no `moves`.
     """
     return _MOST[kernel.fn.__name__](_named(kernel, programs, arguments))
 

@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 import torch
 from kernels import comparison
-from kernels.comparison import check_blocks, same
+from kernels.comparison import CODES, HALF_CODES, check_blocks, same
 from kernels.interpreter import DEVICE, ORDERS, OTHER_ORDERS, run_programs
 from kernels.interpreter import interpreter as interpreter
 from kernels.quantizing import REFERENCE as QUANTIZERS
 from kernels.test_triton_codec import dense_mean, dense_words, plan_of, selection_of
+from kernels.test_triton_selection import reads as reads
 
 from dgc.kernels.codes import layout_of
 from dgc.kernels.codes.blocks import BlockCode
@@ -43,6 +44,13 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(Launcher, "__call__", noted)
     return names
+
+
+@pytest.fixture
+def loads(request: pytest.FixtureRequest) -> list[Any]:
+    """Of each launch: kernel, the most bytes that a program has read, and what is stated."""
+    found: list[Any] = request.getfixturevalue("reads")
+    return found
 
 
 def set_most_read(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,6 +251,60 @@ def test_a_mean_of_codes_in_any_number_of_launches(
             mean_(codes[:ranks], bounds, scales[:ranks], factors, ranks, mean)
         together = 256 // (8 * width) + 3  # without sums to continue
         assert same(mine, theirs) and len(launches) == (1 if ranks <= together else -(-ranks // 3)), ranks
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off on a GPU")
+def test_no_program_that_adds_entries_reads_more_than_its_kernel_states(loads: list[Any]) -> None:
+    """Of full tiles."""
+    plan = plan_of(formats.CastValues("fp16"), "int32", 2048, 2048)
+    sent, mean = sent_by(plan, 2048, 2048, 2048, 5), torch.zeros(2048, device=DEVICE)
+    loads.clear()
+    TritonMeanDecoder().mean_into_(mean, sent, plan.layout, plan.budget.bounds, 5)
+    merged = [own for own in loads if own[0] == "merge"]
+    assert len(merged) == 3 and merged[0][1] >= 0.6 * merged[0][2]
+    assert all(most <= stated <= MOST_READ for _, most, stated in merged), merged
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off on a GPU")
+@pytest.mark.parametrize("name", ELEMENTS)
+def test_no_program_that_adds_codes_reads_more_than_its_kernel_states(
+    name: str, loads: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = ElementCode(**{**vars(ELEMENTS[name]), "bounds": BOUNDS.to(DEVICE)})
+    payloads, given = coded_by(code, 9)
+    set_most_read(420, monkeypatch)
+    loads.clear()
+    TritonElementCoder(64).mean_into_(torch.empty(238, device=DEVICE), code, payloads, given)
+    assert len(loads) > 1
+    for _, most, stated in loads:
+        assert 0.4 * stated <= most <= stated <= 420, (most, stated)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off on a GPU")
+@pytest.mark.parametrize("width", [1, 2])
+def test_no_program_that_adds_fields_reads_more_than_its_kernel_states(
+    width: int, loads: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes = torch.zeros(40, layout_of(BOUNDS, width, 4).nbytes, dtype=torch.uint8, device=DEVICE).unbind()
+    each, q = torch.ones(4, device=DEVICE), TritonQuantizers(64)
+    set_most_read(256 + 5 * 64 * width // 8, monkeypatch)
+    mean = torch.zeros(238, device=DEVICE)
+    (q.sign_mean_ if width == 1 else q.tern_mean_)(codes, BOUNDS.to(DEVICE), [each] * 40, each, 40, mean)
+    assert len(loads) == 8
+    for name, most, stated in loads[1:]:
+        assert name == "mean_of_fields" and most == stated, (most, stated)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off on a GPU")
+@pytest.mark.parametrize("ranks", [3, 40])
+def test_no_program_that_adds_rows_reads_more_than_its_kernel_states(ranks: int, loads: list[Any]) -> None:
+    for code in (*CODES, *HALF_CODES):
+        kernels: Any = TritonHalves() if code in HALF_CODES else TritonBlocks()
+        rows = torch.zeros(ranks, code.row_bytes(4096 // code.size), dtype=torch.uint8, device=DEVICE)
+        kernels.add_sum_(rows.unbind(), code, torch.zeros(4096, device=DEVICE))
+    assert len(loads) >= len(CODES) + len(HALF_CODES)
+    for name, most, stated in loads:
+        assert 0.9 * stated <= most <= stated <= MOST_READ, (name, most, stated)
 
 
 BLOCK_CODES = {

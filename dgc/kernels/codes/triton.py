@@ -8,7 +8,7 @@ A program handles a tile of one segment (see `dgc.kernels.launch`). Tiles begin 
 small integers have no segments: there a program handles BLOCK bytes.
 """
 
-from typing import no_type_check
+from typing import Any, no_type_check
 
 import torch
 import triton
@@ -33,7 +33,17 @@ from dgc.kernels.codes import (
     level_factors,
     thresholds_or,
 )
-from dgc.kernels.launch import BLOCK, Launcher, Tilings, as_rows, blocks, groups_of_ranks, moves, on_device
+from dgc.kernels.launch import (
+    BLOCK,
+    Launcher,
+    Tilings,
+    as_rows,
+    blocks,
+    groups_of_ranks,
+    moves,
+    of_each,
+    on_device,
+)
 from dgc.kernels.selection.triton import INTERPRETED, random_bits, read, tile_at
 
 SIZES = ["n", "n_tiles", "nbytes", "key", "inner_key"]
@@ -118,7 +128,7 @@ def field_value(field, scale, KIND: tl.constexpr, WIDTH: tl.constexpr):
     return x
 
 
-@moves("tiles v", "codes residual")
+@moves("tiles v", "codes residual", of_each(4))
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def sign_encode(
@@ -133,7 +143,7 @@ def sign_encode(
     tl.store(codes + place, packed.to(tl.uint8), mask=live_bytes(length, 1, 4, TILE))
 
 
-@moves("tiles codes total", "total")
+@moves("tiles codes total", "total", lambda a: (4 * 8 + 1) * a.TILE // 8)
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def sign_add(tiles, n_tiles, bounds, starts, codes, scales, total, TILE: tl.constexpr):
@@ -144,7 +154,7 @@ def sign_add(tiles, n_tiles, bounds, starts, codes, scales, total, TILE: tl.cons
     tl.store(total + i, x + field_value(packed[:, None] >> shifts_of(1, True), scale, SIGNS, 1), mask=is_valid)
 
 
-@moves("tiles v", "codes residual")
+@moves("tiles v", "codes residual", of_each(4))
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def tern_encode(
@@ -159,7 +169,7 @@ def tern_encode(
     tl.store(codes + place, packed.to(tl.uint8), mask=live_bytes(length, 2, 4, TILE))
 
 
-@moves("tiles codes total", "total")
+@moves("tiles codes total", "total", lambda a: (4 * 8 + 2) * a.TILE // 8)
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def tern_add(tiles, n_tiles, bounds, starts, codes, thresholds, total, TILE: tl.constexpr):
@@ -170,7 +180,7 @@ def tern_add(tiles, n_tiles, bounds, starts, codes, thresholds, total, TILE: tl.
     tl.store(total + i, x + field_value(packed[:, None] >> shifts_of(2, True), t, TERNARY, 2), mask=is_valid)
 
 
-@moves("tiles v", "codes residual")
+@moves("tiles v", "codes residual", of_each(4))
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def uniform_encode(
@@ -201,7 +211,7 @@ def uniform_encode(
     tl.store(codes + place, packed.to(tl.uint8), mask=live_bytes(length, WIDTH, 1, TILE))
 
 
-@moves("tiles codes total", "total")
+@moves("tiles codes total", "total", lambda a: (4 * 8 + a.WIDTH) * a.TILE // 8)
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def uniform_add(tiles, n_tiles, bounds, starts, codes, steps, total, WIDTH: tl.constexpr, TILE: tl.constexpr):
@@ -213,7 +223,7 @@ def uniform_add(tiles, n_tiles, bounds, starts, codes, steps, total, WIDTH: tl.c
     tl.store(total + i, x + value, mask=is_valid)
 
 
-@moves("tiles mean", "mean")
+@moves("tiles mean", "mean", of_each(4))
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def scale(tiles, n_tiles, bounds, starts, factors, size, mean, SCALED: tl.constexpr, TILE: tl.constexpr):
@@ -226,7 +236,13 @@ def scale(tiles, n_tiles, bounds, starts, factors, size, mean, SCALED: tl.conste
     tl.store(mean + i, tl.math.div_rn(x, tl.zeros_like(x) + tl.load(size)), mask=is_valid)
 
 
-@moves("tiles codes", "mean")
+def read_by_mean(a: Any) -> int:
+    """Return the most bytes that a program reads: fields of all its ranks, and sums."""
+    continued: int = 0 if a.BEGINS else 4 * a.TILE
+    return (a.end - a.first) * (a.TILE * a.WIDTH // 8) + continued
+
+
+@moves("tiles codes", "mean", read_by_mean, lambda a: (0 if a.BEGINS else a.mean.nbytes, 0))
 @triton.jit(do_not_specialize=[*SIZES, "first", "end", "stride", "scale_stride"])
 @no_type_check
 def mean_of_fields(
@@ -272,7 +288,7 @@ def mean_of_fields(
     tl.store(mean + i, total, mask=is_valid)
 
 
-@moves("tiles", "total", lambda a: (2 * a.total.numel(), 0))
+@moves("tiles", "total", of_each(2), lambda a: (2 * a.total.numel(), 0))
 @triton.jit(do_not_specialize=[*SIZES, "fields"])
 @no_type_check
 def sums(
@@ -300,7 +316,7 @@ def sums(
     tl.store(total + i, (level * (2 // WIDTH)).to(tl.float32) - tl.load(size), mask=is_valid)
 
 
-@moves("tiles v", "")
+@moves("tiles v", "", of_each(4))
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def largest(tiles, n_tiles, bounds, starts, v, found, TILE: tl.constexpr):
@@ -311,7 +327,7 @@ def largest(tiles, n_tiles, bounds, starts, v, found, TILE: tl.constexpr):
     tl.atomic_max(found + s, tl.max(bits, 0), sem="relaxed")
 
 
-@moves("", "codes", lambda a: (8 * a.levels.numel(), 0))
+@moves("", "codes", of_each(8, "BLOCK"), lambda a: (8 * a.levels.numel(), 0))
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def pack(levels, n, codes, nbytes, BITS: tl.constexpr, BLOCK: tl.constexpr):

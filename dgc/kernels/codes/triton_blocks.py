@@ -101,7 +101,7 @@ def values_of(
     return x
 
 
-@moves("table v", "rows residual")
+@moves("table v", "rows residual", lambda a: 4 * a.TILE + 8 * (a.TILE // a.SIZE))
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def encode_blocks(
@@ -143,7 +143,7 @@ def encode_blocks(
     tl.store(rows + code, packed.to(tl.uint8), mask=real[:, None])
 
 
-@moves("rows total", "total")
+@moves("rows total", "total", lambda a: a.n_ranks * read_of_row(a.BITS, a.SIZE, a.TILE) + 4 * a.TILE)
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def add_blocks(
@@ -170,7 +170,7 @@ def add_blocks(
     tl.store(total + i, x, mask=real[:, None, None])
 
 
-@moves("table rows", "out")
+@moves("table rows", "out", lambda a: read_of_row(a.BITS, a.SIZE, a.TILE) + 8 * (a.TILE // a.SIZE))
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def decode_blocks(

@@ -108,7 +108,7 @@ def each_of_measure(a: Any) -> int:
     return {NONE.value: 0, NONZERO.value: 4, LARGEST.value: 4}.get(a.SCALE, 8)
 
 
-@moves("tiles", "v unusable", bytes_of_measure, read_by_measure)
+@moves("tiles", "v unusable", read_by_measure, bytes_of_measure)
 @triton.jit(do_not_specialize=["n_tiles", "n_segments", "groups"])
 @no_type_check
 def measure(
@@ -217,11 +217,7 @@ def level_factors_of(scale, levels):
     return tl.where(sent, inverse, 0.0), tl.where(sent, step, 0.0)
 
 
-@moves(
-    "tiles v values values unusable tensors",
-    "payload residual",
-    most=lambda a: 4 * a.TILE + 4 * a.share + 8 * a.n_tensors,
-)
+@moves("tiles v values values unusable", "payload residual", lambda a: 4 * a.TILE + 4 * a.share)
 @triton.jit(
     do_not_specialize=[
         "n_tiles",
@@ -331,7 +327,7 @@ def encode(
         where = tl.full([], NOWHERE, tl.int64) - tl.atomic_xchg(counters + UNUSABLE, 0)
         one = tl.full([], 1.0, tl.float32)
         zero = tl.zeros([], dtype=tl.int32)
-        write_header(payload, counters, zero, where, tensors, n_tensors, one, ratio, form, BLOCK)
+        write_header(payload, counters, zero, where, tensors, n_tensors, one, ratio, form)
 
 
 def read_of_rank(tile: int, width: int, share: int) -> int:
@@ -348,8 +344,8 @@ def read_by_mean(a: Any) -> int:
 @moves(
     "tiles payloads payloads before",
     "mean numbers sums",
-    lambda a: read_and_written(SECTOR * a.programs * (a.end - a.first + 2)),
     read_by_mean,
+    lambda a: read_and_written(SECTOR * a.programs * (a.end - a.first + 2)),
 )
 @triton.jit(
     do_not_specialize=[

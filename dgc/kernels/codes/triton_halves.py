@@ -10,7 +10,7 @@ from dgc.kernels.codes.blocks import BlockCode, Padded, Row, Rows
 from dgc.kernels.codes.halves import HalfCode, Halves
 from dgc.kernels.codes.triton import keys_as_int32
 from dgc.kernels.codes.triton_blocks import in_one_piece
-from dgc.kernels.launch import BLOCK, Launcher, as_rows, blocks, groups_of_ranks, moves
+from dgc.kernels.launch import BLOCK, Launcher, as_rows, blocks, groups_of_ranks, moves, of_each
 from dgc.kernels.selection import Bounds, Dense, SelectionKernels
 from dgc.kernels.selection.triton import INTERPRETED, TritonSelection, random_bits
 
@@ -31,7 +31,7 @@ def value_of(half):
     return (half.to(tl.int32) << 16).to(tl.float32, bitcast=True)
 
 
-@moves("v", "rows residual")
+@moves("v", "rows residual", of_each(4, "BLOCK"))
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def encode_halves(
@@ -61,7 +61,7 @@ def encode_halves(
         tl.store(residual + i, x - value_of(half), mask=is_valid)
 
 
-@moves("rows total", "total")
+@moves("rows total", "total", lambda a: (2 * (a.end - a.first) + 4) * a.BLOCK)
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def add_halves(rows, first, end, stride, total, n, BLOCK: tl.constexpr):
@@ -75,7 +75,7 @@ def add_halves(rows, first, end, stride, total, n, BLOCK: tl.constexpr):
     tl.store(total + i, x, mask=is_valid)
 
 
-@moves("rows", "out")
+@moves("rows", "out", of_each(2, "BLOCK"))
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def decode_halves(rows, stride, each, out, n, size, BLOCK: tl.constexpr):

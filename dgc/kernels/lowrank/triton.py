@@ -126,7 +126,17 @@ def bytes_of_refresh(a: Any) -> tuple[int, int]:
     return read, n * 4 * a.STORES + edges
 
 
-@moves("tiles v errors", "partial firsts", bytes_of_refresh)
+def read_by_refresh(a: Any) -> int:
+    """Return the most bytes that a program reads: its tile of v and of the gradient or what remains, and of each
+    row of a factor what belongs to its rows and columns.
+    """
+    sent, rank = a.groups.view(-1, FIELDS.value)[:, [SENT_RANK.value, RANK.value]].amax(0).tolist()
+    each = 4 + (0 if a.G is None else a.G.primitive_bitwidth // 8) + (4 if a.SENT and a.errors is not None else 0)
+    across = 4 * (a.HEIGHT if a.EVEN else a.WIDTH) * rank if a.MULTIPLIES else 0
+    return a.HEIGHT * a.WIDTH * each + (4 * (a.HEIGHT + a.WIDTH) * sent if a.SENT else 0) + across
+
+
+@moves("tiles v errors", "partial firsts", read_by_refresh, bytes_of_refresh)
 @triton.jit(do_not_specialize=["n_tiles", "n_pieces", "begin"])
 @no_type_check
 def refresh(
@@ -232,7 +242,7 @@ def read_by_gather(a: Any) -> int:
 SIZES_OF_GATHER = "n_groups steps levels n_sums n_factors n_rest limit rest_limit n_tiles end".split()
 
 
-@moves("partial slots rest firsts", "slots factors numbers errors", bytes_of_gather, read_by_gather)
+@moves("partial slots rest firsts", "slots factors numbers errors", read_by_gather, bytes_of_gather)
 @triton.jit(do_not_specialize=SIZES_OF_GATHER)
 @no_type_check
 def gather(
@@ -341,7 +351,15 @@ def bytes_of_expand(a: Any) -> tuple[int, int]:
     return read, n * (a.P.primitive_bitwidth // 8) + 2 * SECTOR * a.HEIGHT * a.programs
 
 
-@moves("tiles", "", bytes_of_expand)
+def read_by_expand(a: Any) -> int:
+    """Return the most bytes that a program reads: of each row of a factor what belongs to its rows and columns, or
+    its tile of the mean.
+    """
+    sent = int(a.groups.view(-1, FIELDS.value)[:, SENT_RANK.value].amax())
+    return max(4 * (a.HEIGHT + a.WIDTH) * sent, 4 * a.HEIGHT * a.WIDTH)
+
+
+@moves("tiles", "", read_by_expand, bytes_of_expand)
 @triton.jit(do_not_specialize=["n_tiles", "n_pieces", "begin"])
 @no_type_check
 def expand(
@@ -495,7 +513,7 @@ def read_by_inner_products(a: Any) -> int:
 SIZES_OF_BASES = ["n_groups", "steps", "key"]
 
 
-@moves("slots", "slots products", bytes_of_bases, read_by_inner_products)
+@moves("slots", "slots products", read_by_inner_products, bytes_of_bases)
 @triton.jit(do_not_specialize=[*SIZES_OF_BASES, "levels"])
 @no_type_check
 def inner_products(
@@ -588,7 +606,7 @@ def inner_products(
                 tl.store(kept + q, done)
 
 
-@moves("", "out", bytes_of_bases, lambda a: 4 * a.ROWS * a.LANES + 16 * a.ROWS**2)
+@moves("", "out", lambda a: 4 * a.ROWS * a.LANES + 16 * a.ROWS**2, bytes_of_bases)
 @triton.jit(do_not_specialize=SIZES_OF_BASES)
 @no_type_check
 def write_bases(

@@ -5,7 +5,7 @@ from typing import Any, no_type_check
 import triton
 import triton.language as tl
 
-from dgc.kernels.launch import moves, read_and_written
+from dgc.kernels.launch import moves, of_each, read_and_written
 from dgc.kernels.payload import CHUNK, CHUNK_BITS, LARGEST_PARAMETER, IndexKind, ValueKind
 from dgc.kernels.payload.triton_plain import (
     BF16,
@@ -148,8 +148,8 @@ def bytes_of_measure_packed(a: Any) -> tuple[int, int]:
 @moves(
     "",
     "payload found found",
-    bytes_of_measure_packed,
     lambda a: read_by_measure(a, 12 if a.SCALED else 8),
+    bytes_of_measure_packed,
 )
 @triton.jit(do_not_specialize=["n_blocks", "room", "sure", "n_words", "stride", "n_groups", "n_parts", "levels"])
 @no_type_check
@@ -227,7 +227,7 @@ def rice_parameters(gaps, counts):
     return b
 
 
-@moves("indices indices", "payload", most=lambda a: 8 * a.LANES)
+@moves("indices indices", "payload", of_each(8, "LANES"))
 @triton.jit(do_not_specialize=["n_blocks", "room", "parameter", "n_words", "n_programs"])
 @no_type_check
 def measure_rice(
@@ -266,8 +266,8 @@ def measure_rice(
 @moves(
     "indices indices indices values",
     "own_indices own_values found",
-    lambda a: read_and_written(a.found.nbytes),
     lambda a: read_by_measure(a, 16, 2),
+    lambda a: read_and_written(a.found.nbytes),
 )
 @triton.jit(do_not_specialize=["capacity", "n_blocks", "n_parts", "levels"])
 @no_type_check
@@ -489,7 +489,7 @@ def number_of(fields, b, most, members, KIND: tl.constexpr):
     return number
 
 
-@moves("indices values", "", lambda a: read_and_written(8 * FIELDS.value * a.programs), lambda a: 8 * a.LANES)
+@moves("indices values", "", of_each(8, "LANES"), lambda a: read_and_written(8 * FIELDS.value * a.programs))
 @triton.jit(do_not_specialize=["n_segments"])
 @no_type_check
 def add_up(
@@ -628,7 +628,7 @@ CODED_SIZES = "capacity n_blocks stride n_found levels n_segments begin codes".s
 @moves(
     "indices indices values payload",
     "payload decoded own_indices own_values",
-    most=lambda a: 32 * a.LANES,  # index, value and gap, and the parameter and first bit of the block
+    of_each(32, "LANES"),  # index, value and gap, and the parameter and first bit of the block
 )
 @triton.jit(do_not_specialize=[*CODED_SIZES, "ratio", "form", "n_programs", "n_bounds"])
 @no_type_check
@@ -737,9 +737,7 @@ def write_coded(
         if p - n_parts < n_segments:
             part = write_table(p - n_parts, fields, payload, begin, KIND)
     number = found if INDEX == PACKED else count
-    is_last = finish(
-        payload, part, counters, n_programs, number, first, tensors, n_bounds, scale, ratio, form, LANES
-    )
+    is_last = finish(payload, part, counters, n_programs, number, first, tensors, n_bounds, scale, ratio, form)
     if KIND > BF16:
         if is_last:
             lane = tl.arange(0, LANES)

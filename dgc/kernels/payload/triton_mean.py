@@ -5,7 +5,7 @@ from typing import Any, no_type_check
 import triton
 import triton.language as tl
 
-from dgc.kernels.launch import SECTOR, moves, read_and_written
+from dgc.kernels.launch import SECTOR, moves, of_each, read_and_written
 from dgc.kernels.payload import WORDS
 from dgc.kernels.payload.triton_coded import (
     FAN,
@@ -118,7 +118,7 @@ def index_within(words, chunk, j, is_valid, n_chunks):
     return ((chunk << WITHIN) + read_field(words, at, tl.zeros_like(j) + WITHIN, is_valid)).to(tl.int32)
 
 
-@moves("payloads starts", "starts indices", most=lambda a: read_by_unpack_chunks(a.capacity, a.n_chunks))
+@moves("payloads starts", "starts indices", lambda a: read_by_unpack_chunks(a.capacity, a.n_chunks))
 @triton.jit(do_not_specialize=["stride", "capacity", "n_chunks", "steps", "nbytes"])
 @no_type_check
 def unpack_chunks(
@@ -142,7 +142,8 @@ def unpack_chunks(
     tl.debug_barrier()  # starts are written
     for i in range(0, tl.minimum(tl.maximum(count, 0), capacity), LANES):
         j = (i + lane).to(tl.int64)
-        chunk = tl.where(j < total, interval_of(starts, n_chunks, steps, j), n_chunks)
+        found = interval_of(starts, n_chunks, steps, j, (j < count) & (j < capacity))
+        chunk = tl.where(j < total, found, n_chunks)
         index = index_within(words, chunk, j, j < count, n_chunks)
         tl.store(indices + r * capacity + j, index, mask=(j < count) & (j < capacity))
     tl.store(flags + r, ((wrong == 0) & (total == count)).to(tl.int32))
@@ -167,7 +168,7 @@ def one_of(pair, ROW: tl.constexpr):
     return tl.sum(tl.where(tl.arange(0, 2) == ROW, pair, 0), 0)
 
 
-@moves("payloads sums", "starts sums", most=lambda a: 2 * a.LANES + 16 * FAN.value * a.levels)
+@moves("payloads sums", "starts sums", lambda a: 2 * a.LANES + 16 * FAN.value * a.levels)
 @triton.jit(do_not_specialize=[*SIZES_OF_PARTS, "n_chunks"])
 @no_type_check
 def sum_chunks(
@@ -206,8 +207,8 @@ def bytes_of_searches(a: Any) -> tuple[int, int]:
 @moves(
     "payloads starts sums",
     "indices",
-    bytes_of_searches,
     lambda a: (8 * (a.steps + a.LANE_STEPS) + 16) * a.BLOCK,
+    bytes_of_searches,
 )
 @triton.jit(do_not_specialize=[*SIZES_OF_PARTS, "n_chunks", "steps", "n_programs"])
 @no_type_check
@@ -305,7 +306,7 @@ def read_by_unpack(rice: bool, capacity: int, n_blocks: int, nbytes: int) -> int
 @moves(
     "payloads payloads starts ones",
     "starts ones indices",
-    most=lambda a: read_by_unpack(a.INDEX == RICE.value, a.capacity, a.n_blocks, a.nbytes),
+    lambda a: read_by_unpack(a.INDEX == RICE.value, a.capacity, a.n_blocks, a.nbytes),
 )
 @triton.jit(do_not_specialize=["stride", "capacity", "numel", "n_blocks", "nbytes"])
 @no_type_check
@@ -379,7 +380,7 @@ def read_by_sum_fields(a: Any) -> int:
     return max(a.LANES, a.BLOCK) + 16 * FAN.value * max(a.levels, a.tile_levels)
 
 
-@moves("payloads sums tile_sums", "known starts sums tile_sums", most=read_by_sum_fields)
+@moves("payloads sums tile_sums", "known starts sums tile_sums", read_by_sum_fields)
 @triton.jit(do_not_specialize=[*SIZES_OF_PARTS, "n_tile_sums", "n_tile_groups"])
 @no_type_check
 def sum_fields(
@@ -435,7 +436,7 @@ def sum_fields(
             tl.store(known + ALL_ONES + tl.arange(0, 1), count)
 
 
-@moves("payloads known tile_sums", "known ones", most=lambda a: 2 * a.BLOCK)
+@moves("payloads known tile_sums", "known ones", of_each(2, "BLOCK"))
 @triton.jit(do_not_specialize=[*SIZES_OF_PARTS, "n_tile_sums"])
 @no_type_check
 def place_ones(
@@ -479,7 +480,7 @@ def read_by_sum_gaps(a: Any) -> int:
     return a.BLOCK * (33 + 8 * a.field_levels) + 16 * FAN.value * a.levels
 
 
-@moves("payloads known starts field_sums ones sums", "sums indices", most=read_by_sum_gaps)
+@moves("payloads known starts field_sums ones sums", "sums indices", read_by_sum_gaps)
 @triton.jit(do_not_specialize=[*SIZES_OF_PARTS, "n_field_sums", "n_fields", "field_levels"])
 @no_type_check
 def sum_gaps(
@@ -539,7 +540,7 @@ def sum_gaps(
         tl.store(flags + r, right.to(tl.int32))
 
 
-@moves("payloads sums indices", "indices", most=lambda a: 4 * a.BLOCK)
+@moves("payloads sums indices", "indices", of_each(4, "BLOCK"))
 @triton.jit(do_not_specialize=SIZES_OF_PARTS)
 @no_type_check
 def place_indices(payloads, stride, capacity, numel, sums, n_sums, n_parts, levels, indices, BLOCK: tl.constexpr):
@@ -606,7 +607,7 @@ def read_by_check(a: Any) -> int:
     return 8 * SUMMED.value + a.BLOCK * each
 
 
-@moves("payloads payloads indices", "numbers decoded", bytes_of_check, read_by_check)
+@moves("payloads payloads indices", "numbers decoded", read_by_check, bytes_of_check)
 @triton.jit(do_not_specialize=[*SIZES_OF_CHECK, "n_parts"])
 @no_type_check
 def check(
@@ -682,7 +683,7 @@ def check(
         tl.store(numbers + n_ranks * NUMBERS, 1)
 
 
-@moves("payloads", "words", lambda a: read_and_written(SECTOR * a.programs), lambda a: 8 * SUMMED.value)
+@moves("payloads", "words", lambda _: 8 * SUMMED.value, lambda a: read_and_written(SECTOR * a.programs))
 @triton.jit(do_not_specialize=["stride", "nbytes", "n_parts"])
 @no_type_check
 def open_headers(payloads, stride, nbytes, words, counters, n_parts, LINE: tl.constexpr):
@@ -726,8 +727,8 @@ def bytes_of_merge(a: Any) -> tuple[int, int]:
 @moves(
     "payloads indices values mean mean",
     "mean mean mean",
-    bytes_of_merge,
     lambda a: a.room * read_of_entry(a.WIDE, a.KIND) + read_of_ranges(a.WIDE, a.RANKS, a.steps),
+    bytes_of_merge,
 )
 @triton.jit(do_not_specialize=SIZES_OF_MERGE)
 @no_type_check

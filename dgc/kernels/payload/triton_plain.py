@@ -10,7 +10,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from dgc.kernels.launch import moves, read_and_written
+from dgc.kernels.launch import moves, of_each, read_and_written
 from dgc.kernels.payload import CHECKSUM_OF_ZEROS, HEADER_BYTES, PACKED_SHARES, ValueKind
 from dgc.kernels.selection.triton import MAGNITUDE
 
@@ -41,18 +41,20 @@ def checksum_of(total):
 
 @triton.jit
 @no_type_check
-def write_header(payload, counters, count, where, bounds, n_bounds, scale, ratio, form, LANES: tl.constexpr):
+def write_header(payload, counters, count, where, bounds, n_bounds, scale, ratio, form):
     """Write the header, once all programs have added their parts of the sum, and clear the counters.
 
     where: the gradient's first unusable element, or a number from the end of `bounds` on.
     """
-    number = tl.zeros([], dtype=tl.int64)
-    lane = tl.arange(0, LANES)
-    for i in range(0, n_bounds, LANES):
-        reached = tl.load(bounds + i + lane, mask=i + lane < n_bounds, other=0) <= where
-        number += tl.sum((reached & (i + lane < n_bounds)).to(tl.int64), 0)
-    number = tl.where(number < n_bounds, number, 0)  # no element is unusable
-    opening = (count.to(tl.int64) & LOW) | (number << 32)
+    number = tl.zeros([], dtype=tl.int32)
+    if where < tl.load(bounds + n_bounds - 1):  # else no element is unusable
+        high = number + n_bounds
+        while number < high:
+            middle = (number + high) // 2
+            reached = tl.load(bounds + middle) <= where
+            number = tl.where(reached, middle + 1, number)
+            high = tl.where(reached, high, middle)
+    opening = (count.to(tl.int64) & LOW) | (number.to(tl.int64) << 32)
     closing = (ratio.to(tl.int64) & LOW) | (form.to(tl.int64) << 32)
     scaled = (scale.to(tl.int32, bitcast=True).to(tl.int64) & LOW) << 32
     total = tl.atomic_add(counters + SUM, 0) + opening + 3 * scaled + 5 * closing
@@ -66,19 +68,17 @@ def write_header(payload, counters, count, where, bounds, n_bounds, scale, ratio
 
 @triton.jit
 @no_type_check
-def finish(
-    payload, part, counters, n_programs, count, first, bounds, n_bounds, scale, ratio, form, LANES: tl.constexpr
-):
+def finish(payload, part, counters, n_programs, count, first, bounds, n_bounds, scale, ratio, form):
     """Add this program's part of the sum. The last program writes the header. Returns whether it is this one."""
     tl.atomic_add(counters + SUM, part)
     is_last = tl.atomic_add(counters + FINISHED, 1) == n_programs - 1
     if is_last:
         where = tl.load(first)
-        write_header(payload, counters, tl.load(count), where, bounds, n_bounds, scale, ratio, form, LANES)
+        write_header(payload, counters, tl.load(count), where, bounds, n_bounds, scale, ratio, form)
     return is_last
 
 
-@moves("values", "")
+@moves("values", "", of_each(4, "BLOCK"))
 @triton.jit(do_not_specialize=["capacity"])
 @no_type_check
 def largest_of(values, capacity, largest, BLOCK: tl.constexpr):
@@ -136,7 +136,7 @@ def store_cast(payload, begin, i, bits, is_valid, KIND: tl.constexpr):
     return part
 
 
-@moves("indices values bounds", "payload decoded", lambda a: read_and_written(16 * a.programs))
+@moves("indices values", "payload decoded", of_each(8, "BLOCK"), lambda a: read_and_written(16 * a.programs))
 @triton.jit(do_not_specialize=["capacity", "n_programs", "n_bounds", "begin", "nbytes", "ratio", "form"])
 @no_type_check
 def write_plain(
@@ -183,10 +183,10 @@ def write_plain(
         lane = tl.arange(0, 8)
         tl.store(payload + end + lane, tl.zeros([8], dtype=tl.uint8), mask=end + lane < nbytes)
     total = tl.sum(tl.where(is_valid, part, 0), 0)
-    finish(payload, total, counters, n_programs, count, first, bounds, n_bounds, scale, ratio, form, BLOCK)
+    finish(payload, total, counters, n_programs, count, first, bounds, n_bounds, scale, ratio, form)
 
 
-@moves("payloads bounds", "", lambda a: read_and_written(16 * a.programs))
+@moves("payloads", "", of_each(8, "BLOCK"), lambda a: read_and_written(16 * a.programs))
 @triton.jit(do_not_specialize=["n_words", "n_bounds", "ratio", "form", "n_programs"])
 @no_type_check
 def seal(
@@ -211,4 +211,4 @@ def seal(
     word = tl.load(payload.to(tl.pointer_type(tl.int64)) + i, mask=i < n_words, other=0)
     part = tl.sum(word * (2 * i.to(tl.int64) + 1), 0)
     known = tl.load(scale)
-    finish(payload, part, counters, n_programs, count, first, bounds, n_bounds, known, ratio, form, BLOCK)
+    finish(payload, part, counters, n_programs, count, first, bounds, n_bounds, known, ratio, form)

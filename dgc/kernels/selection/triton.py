@@ -36,6 +36,7 @@ from dgc.kernels.launch import (
     current_stream,
     divided,
     moves,
+    of_each,
     on_device,
     pointers,
     read_and_written,
@@ -160,8 +161,8 @@ def store_tile(u, v, start, length, m, x, TILE: tl.constexpr, FORM: tl.constexpr
 @moves(
     "tiles u v",
     "u v held slot_values slot_lanes gathered",
-    lambda a: (bytes_of_gradients(a), 0),
     lambda a: a.TILE * (a.G.primitive_bitwidth // 8 + 8),
+    lambda a: (bytes_of_gradients(a), 0),
 )
 @triton.jit(do_not_specialize=[*SIZES, "n"])
 @no_type_check
@@ -354,7 +355,7 @@ def bytes_of_choose(a: Any) -> tuple[int, int]:
     return (searched.nbytes if parts or a.SHIFT == 20 else 0) + histograms, histograms
 
 
-@moves("parts", "", bytes_of_choose, read_by_choose)
+@moves("parts", "", read_by_choose, bytes_of_choose)
 @triton.jit(do_not_specialize=["n_parts", "n_rooms", "n_segments", "n_rows"])
 @no_type_check
 def choose(
@@ -473,8 +474,8 @@ def read_by_tally(a: Any) -> int:
 @moves(
     "tiles held slot_values tallies groups",
     "tallies tallies groups",
-    lambda a: (0 if a.LOWER_BOUNDS else a.v.nbytes, 0),
     read_by_tally,
+    lambda a: (0 if a.LOWER_BOUNDS else a.v.nbytes, 0),
 )
 @triton.jit(do_not_specialize=[*SIZES, "n_groups", "n"])
 @no_type_check
@@ -561,8 +562,8 @@ def write_tile(
 @moves(
     "tiles tallies tallies held slot_values slot_lanes",
     "indices values",
-    lambda a: (0 if a.LOWER_BOUNDS else a.v.nbytes, 2 * SECTOR * a.programs),
     lambda a: max(4 * a.TILE, 8 * a.SLOTS),
+    lambda a: (0 if a.LOWER_BOUNDS else a.v.nbytes, 2 * SECTOR * a.programs),
 )
 @triton.jit(do_not_specialize=[*SIZES, "n_groups"])
 @no_type_check
@@ -631,7 +632,7 @@ def write(
 # float is added atomically, so the results do not depend on the order in which programs run.
 
 
-@moves("tiles v", "sums largest", most=lambda a: 4 * a.TILE)
+@moves("tiles v", "sums largest", of_each(4))
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def moments_of_tiles(tiles, n_tiles, v, sums, largest, TILE: tl.constexpr):
@@ -645,7 +646,7 @@ def moments_of_tiles(tiles, n_tiles, v, sums, largest, TILE: tl.constexpr):
     tl.store(largest + t, tl.max(bits, 0))
 
 
-@moves("tiles v", "sums counts", most=lambda a: 4 * a.TILE)
+@moves("tiles v", "sums counts", of_each(4))
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def tail_of_tiles(tiles, n_tiles, v, lower_bounds, sums, counts, TILE: tl.constexpr):
@@ -716,8 +717,8 @@ def read_of_ranges(each: int) -> Callable[[Any], int]:
 @moves(
     "groups tile_sums tile_largest",
     "sums largest",
-    lambda a: read_and_written(28 * a.n_groups),
     read_of_ranges(28),
+    lambda a: read_and_written(28 * a.n_groups),
 )
 @triton.jit(do_not_specialize=[*SIZES, "n_groups"])
 @no_type_check
@@ -754,7 +755,7 @@ def moments_of_ranges(
 
 
 @moves(
-    "groups tile_sums tile_counts", "sums counts", lambda a: read_and_written(12 * a.n_groups), read_of_ranges(12)
+    "groups tile_sums tile_counts", "sums counts", read_of_ranges(12), lambda a: read_and_written(12 * a.n_groups)
 )
 @triton.jit(do_not_specialize=[*SIZES, "n_groups"])
 @no_type_check
@@ -794,13 +795,16 @@ NOWHERE = tl.constexpr(0x7FFFFFFF)
 
 @triton.jit
 @no_type_check
-def interval_of(bounds, n, steps, i):
-    """Return the interval s of each i, with bounds[s] <= i < bounds[s+1]. steps: bit length of n, their number."""
+def interval_of(bounds, n, steps, i, is_valid=None):
+    """Return the interval s of each valid i, with bounds[s] <= i < bounds[s+1]. steps: bit length of n, their number.
+
+    is_valid: None if all are.
+    """
     low = tl.zeros_like(i)
     high = low + n
     for _ in range(steps):
         middle = (low + high) // 2
-        right = tl.load(bounds + middle) <= i
+        right = tl.load(bounds + middle, mask=is_valid) <= i
         low = tl.where(right, middle, low)
         high = tl.where(right, high, middle)
     return low
@@ -823,8 +827,8 @@ def rounded(x, P: tl.constexpr):
 @moves(
     "indices values",
     "words",
+    of_each(8 + SECTOR, "BLOCK"),
     lambda a: (SECTOR * a.indices.numel(), SECTOR * a.indices.numel() * (1 + a.MASK_U)),
-    lambda a: (8 + SECTOR) * a.BLOCK,
 )
 @triton.jit(do_not_specialize=["n_words", "n_programs"])
 @no_type_check
@@ -855,7 +859,7 @@ def take(
         tl.store(u + index, tl.zeros_like(x), mask=held)
 
 
-@moves("", "keys")
+@moves("", "keys", lambda a: a.BLOCK * (8 * a.steps + 12))  # the search for the part, its start and its count
 @triton.jit(do_not_specialize=["total", "n_parts", "steps"])
 @no_type_check
 def hide_tails(keys, total, starts, counts, n_parts, steps, BLOCK: tl.constexpr):
@@ -866,7 +870,7 @@ def hide_tails(keys, total, starts, counts, n_parts, steps, BLOCK: tl.constexpr)
     tl.store(keys + i, tl.full([BLOCK], NOWHERE, tl.int32), mask=tail)
 
 
-@moves("keys keys", "heads")
+@moves("keys keys", "heads", of_each(8, "BLOCK"))
 @triton.jit(do_not_specialize=["total"])
 @no_type_check
 def mark_heads(keys, heads, total, BLOCK: tl.constexpr):
@@ -877,7 +881,19 @@ def mark_heads(keys, heads, total, BLOCK: tl.constexpr):
     tl.store(heads + i, ((key != before) & (key != NOWHERE)).to(tl.int32), mask=i < total)
 
 
-@moves("keys keys order places", "indices means", lambda a: (a.n_parts * 4 * a.total + SECTOR * a.total, 0))
+def read_by_sum_runs(a: Any) -> int:
+    """Return the most bytes that a program reads: keys, those before them and places, and the entries of runs that
+    begin among its keys, each with its key, its place and its value, and the key after the run.
+    """
+    return a.BLOCK * 12 + 16 * (a.BLOCK + a.n_parts) + 4 * a.BLOCK
+
+
+@moves(
+    "keys keys order places",
+    "indices means",
+    read_by_sum_runs,
+    lambda a: (8 * a.total + 2 * SECTOR * a.total, 0),
+)
 @triton.jit(do_not_specialize=["total", "n_parts", "size"])
 @no_type_check
 def sum_runs(keys, order, values, places, total, n_parts, size, indices, means, BLOCK: tl.constexpr):
@@ -887,9 +903,11 @@ def sum_runs(keys, order, values, places, total, n_parts, size, indices, means, 
     before = tl.load(keys + i - 1, mask=(i > 0) & (i < total), other=-1)
     head = (key != before) & (key != NOWHERE)
     mean = tl.zeros([BLOCK], dtype=tl.float32)
+    same = head
     for ahead in range(n_parts):
         j = i + ahead
-        same = head & (j < total) & (tl.load(keys + j, mask=head & (j < total), other=NOWHERE) == key)
+        same = same & (j < total)  # as long as the run lasts
+        same = same & (tl.load(keys + j, mask=same, other=NOWHERE) == key)
         x = tl.load(values + tl.load(order + j, mask=same, other=0), mask=same, other=0.0)
         mean = tl.where(same, mean + x, mean)
     place = tl.load(places + i, mask=head, other=1) - 1
@@ -898,7 +916,14 @@ def sum_runs(keys, order, values, places, total, n_parts, size, indices, means, 
     tl.store(means + place, tl.math.div_rn(mean, tl.zeros_like(mean) + size), mask=head)
 
 
-@moves("indices values", "", lambda a: read_and_written(SECTOR * a.k))
+def read_by_subtract_at(a: Any) -> int:
+    """Return the most bytes that a program reads: index, value and target, and the search for the target's
+    segment, its address, first element and factor.
+    """
+    return a.BLOCK * (8 + 4 + a.P.primitive_bitwidth // 8 + 8 * a.steps + 8 + 8 + 4)
+
+
+@moves("indices values", "", read_by_subtract_at, lambda a: read_and_written(SECTOR * a.k))
 @triton.jit(do_not_specialize=["n_segments", "steps", "k"])
 @no_type_check
 def subtract_at(
@@ -926,7 +951,7 @@ def subtract_at(
     tl.store(target, rounded(p - rounded(change, P).to(WIDE), P).to(P), mask=ours)
 
 
-@moves("p buffer", "p buffer")
+@moves("p buffer", "p buffer", lambda a: 2 * a.BLOCK * (a.P.primitive_bitwidth // 8))
 @triton.jit
 @no_type_check
 def decay(
@@ -957,6 +982,7 @@ GROUP = 1024  # tiles whose counts one program sums
 SPARSE = 8
 
 
+SEARCHED = 256  # elements of a program that searches for the segment of each
 ROOM = 256  # candidates of a segment that are gathered, besides four times those that it selects
 
 
@@ -1167,7 +1193,7 @@ class TritonSelection(SelectionKernels):
         starts = on_device((0, *running_sums(p.indices.numel() for p in parts)), torch.int64, device)
         counts = torch.stack([p.count for p in parts])
         ends = (starts, counts, len(parts), len(parts).bit_length())
-        self._launch(hide_tails, keys, blocks(total), keys, total, *ends, BLOCK)
+        self._launch(hide_tails, keys, -(-total // SEARCHED), keys, total, *ends, SEARCHED)
         # stable: equal keys stay in the order of the parts
         keys, order = torch.sort(keys, stable=True)
         heads = torch.empty_like(keys)
@@ -1185,7 +1211,8 @@ class TritonSelection(SelectionKernels):
         for dtype in dict.fromkeys(t.dtype for t in targets):
             own = pointers([t if t.dtype == dtype else None for t in targets], dtype, values.device)
             sought = (own, bounds, scale, segments, segments.bit_length(), indices, values, k)
-            self._launch(subtract_at, values, blocks(k), *sought, FLOATS[dtype], _wide(dtype), BLOCK)
+            variant = (FLOATS[dtype], _wide(dtype), SEARCHED)
+            self._launch(subtract_at, values, -(-k // SEARCHED), *sought, *variant)
 
     def decay_(
         self, p: Tensor, buffer: Tensor, lr: float, weight_decay: float, momentum: float, nesterov: bool
