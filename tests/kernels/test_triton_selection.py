@@ -28,13 +28,15 @@ from kernels.test_triton_codec import small_groups as small_groups
 from sparse import payloads
 
 from dgc.kernels.codes import layout_of
+from dgc.kernels.codes.blocks import BlockCode
 from dgc.kernels.codes.elements import ElementCode, Form, Scale
+from dgc.kernels.codes.halves import HalfCode
 from dgc.kernels.codes.triton import TritonQuantizers
 from dgc.kernels.codes.triton_blocks import TritonBlocks
 from dgc.kernels.codes.triton_elements import TritonElementCoder
 from dgc.kernels.codes.triton_halves import TritonHalves
 from dgc.kernels.launch import MOST_READ, Launcher, most_read, zeros_on
-from dgc.kernels.lowrank import Batch, Cast, consecutive
+from dgc.kernels.lowrank import Batch, Cast, SentUpdate, consecutive
 from dgc.kernels.lowrank.triton import HEIGHT, WIDTH, Tiles, TritonLowRank
 from dgc.kernels.payload import Codec, Terms
 from dgc.kernels.payload.triton import TritonCodec, TritonMeanDecoder
@@ -308,6 +310,52 @@ def test_no_program_reads_more_than_64_kilobytes_of_payloads_of_any_number(
     assert {"merge", "check"} < set(most) and max(most.values()) <= MOST_READ, most
 
 
+# launches that add up payloads, by ranks
+MERGES: Any = {
+    "256 entries": (256, "fp32", "int32", {2: 1, 8: 1, 64: 4}),
+    "200 entries of int64": (200, "fp32", "int64", {2: 1, 8: 1, 64: 4}),
+    "2048 entries": (2048, "fp16", "int32", {2: 1, 8: 4, 64: 32}),
+    "a million entries with codes": (1_000_000, "2bit", "packed", {2: 1, 8: 4, 64: 32}),
+    "2048 entries of int64": (2048, "bf16", "int64", {2: 2, 8: 8, 64: 64}),
+}
+
+
+@pytest.mark.parametrize("name", MERGES)
+def test_launches_that_merge_entries(launched: list[Any], name: str) -> None:
+    entries, values, indices, expected = MERGES[name]
+    for ranks, launches in expected.items():
+        launched.clear()
+        mean_on_meta([1000 * entries], VALUES[values], indices, 0.001, ranks)
+        assert [call[0].fn.__name__ for call in launched].count("merge") == launches, ranks
+
+
+@pytest.mark.parametrize(("bits", "launches"), [(1, 1), (2, 2), (4, 3), (8, 5)])
+def test_launches_that_add_codes_of_64_ranks(launched: list[Any], bits: int, launches: int) -> None:
+    form = {1: Form.SIGNS, 2: Form.TERNARY}.get(bits, Form.LEVELS)
+    code = ElementCode(form, Scale.NONE, torch.tensor([0, 1_000_000]), bits)
+    flat = torch.empty(1_000_000, device="meta")
+    for ranks in (8, 64):
+        launched.clear()
+        whole = torch.empty(ranks, code.nbytes, dtype=torch.uint8, device="meta")
+        TritonElementCoder().mean_into_(flat, code, whole.unbind(), None)
+        assert len(launched) == (1 if ranks == 8 else launches)
+
+
+@pytest.mark.parametrize(
+    ("code", "launches"),
+    [(BlockCode(8, 256), 3), (BlockCode(4, 128), 2), (HalfCode(), 3)],
+    ids=["8", "4", "halves"],
+)
+def test_launches_that_add_rows_of_64_ranks(launched: list[Any], code: Any, launches: int) -> None:
+    kernels: Any = TritonHalves() if isinstance(code, HalfCode) else TritonBlocks()
+    total = torch.empty(1_000 * code.size, device="meta")
+    for ranks in (8, 64):
+        launched.clear()
+        rows = torch.empty(ranks, code.row_bytes(1000), dtype=torch.uint8, device="meta")
+        kernels.add_sum_(rows.unbind(), code, total)
+        assert len(launched) == (1 if ranks == 8 else launches)
+
+
 def each_rank_once(spans: list[tuple[int, int]], ranks: int) -> bool:
     return [r for first, end in spans for r in range(first, end)] == list(range(ranks))
 
@@ -438,6 +486,20 @@ def test_no_program_that_adds_sums_of_products_reads_more_than_64_kilobytes(
     )
     most = most_of([call for call in launched if call[0].fn.__name__ == "gather"])
     assert set(most) == {"gather"} and max(most.values()) <= MOST_READ, most
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("even", [True, False])
+def test_no_program_of_products_of_rank_32_reads_more_than_64_kilobytes(
+    launched: list[Any], even: bool, dtype: Any
+) -> None:
+    given, kernels = Given(((1, 70, 90, 32, 32),), 1500, DEVICE), TritonLowRank(TritonSelection())
+    g, sent = [own.to(dtype) for own in given.g], SentUpdate(given.products, given.errors)
+    kernels.begin_(given.v, given.batches, sent, g, given.X[even], even, Cast(torch.float32, None, 0.5))
+    largest = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    kernels.outer(given.products, [g[:1]], given.errors, g[1:], largest)
+    most = most_of(launched)
+    assert set(most) == {"refresh", "gather", "expand"} and max(most.values()) <= MOST_READ, most
 
 
 BASES: Any = {

@@ -213,8 +213,8 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpre
 
 @contextmanager
 def measured() -> Iterator[list[Any]]:
-    """Collect (kernel, programs, bytes moved, bytes stated, (most that a program reads in blocks, stated most)): of
-    a scalar its own, of a block whole sectors.
+    """Collect (kernel, programs, bytes moved, bytes stated, (most that a program reads in blocks, stated)): of a
+    scalar its own, of a block whole sectors.
     """
     found, moved, by_program = [], {"read": 0, "written": 0}, Counter[Any]()
 

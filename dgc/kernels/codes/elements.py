@@ -101,7 +101,7 @@ class Measured:
 
 
 class ElementCoder(ABC):
-    """Makes payloads from gradients in two launches, and the mean from all ranks' payloads in one."""
+    """Makes payloads from gradients in two launches, and the mean from all ranks' payloads in one or more."""
 
     def takes(self, code: ElementCode) -> bool:
         """Whether it has this code. All others are made from single operations."""

@@ -1,8 +1,8 @@
 """The GPU backend of the quantizers: Triton kernels with the same bits as `Quantizers`.
 
 They are for what is not a whole step of `triton_elements`: thresholds whose sums are scattered, the two rounds of
-1-bit Adam, and messages of gossip in int8. One launch per operation, and one for a mean of signs or ternary codes
-of any number of ranks. Means of levels are as in `Quantizers`.
+1-bit Adam, and messages of gossip in int8. One launch per operation, and one for a mean of signs or ternary codes,
+or several for more than 100 ranks. Means of levels are as in `Quantizers`.
 
 A program handles a tile of one segment (see `dgc.kernels.launch`). Tiles begin at whole words of the codes. Packed
 small integers have no segments: there a program handles BLOCK bytes.

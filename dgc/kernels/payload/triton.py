@@ -2,9 +2,9 @@
 
 Launches of `encode`, PyTorch's included: 2, for Rice codes 3, for plain indices and cast values 1 if the largest
 magnitude is known, else 3 (in chunks 2, else 4), and for int8 values 1 more, for signs 2, for 2 bits 4; `seal_`
-and `words_of` 1. The mean of any number of payloads takes 2, and for coded indices 1 more; where one program would
-read more than 64 kB of them, 2 more for chunks, 3 for packed ones and 4 for Rice codes. Nothing waits for the
-device.
+and `words_of` 1. The mean of payloads takes 2, and for coded indices 1 more; where one program would read more of
+them than MOST_READ, 2 more for chunks, 3 for packed ones and 4 for Rice codes. So does the sum of more entries
+than one program may read. Nothing waits for the device.
 """
 
 from collections.abc import Sequence
@@ -294,7 +294,7 @@ class TritonCodec(Codec):
 
 
 class TritonMeanDecoder(MeanDecoder):
-    """Checks the payloads of all ranks and adds them, in two launches, and one to four more for coded indices."""
+    """Checks the payloads of all ranks and adds them, in two launches or more; one to four for coded indices."""
 
     def __init__(self) -> None:
         self._launch = Launcher(INTERPRETED)

@@ -796,7 +796,7 @@ NOWHERE = tl.constexpr(0x7FFFFFFF)
 @triton.jit
 @no_type_check
 def interval_of(bounds, n, steps, i, is_valid=None):
-    """Return the interval s of each valid i, with bounds[s] <= i < bounds[s+1]. steps: bit length of n, their number.
+    """Return the interval s of each i, with bounds[s] <= i < bounds[s+1]. steps: bit length of n, their number.
 
     is_valid: None if all are.
     """
